@@ -13,6 +13,7 @@ from hydra.utils import get_object
 from torch import Tensor, nn
 
 from compiler_trainer.cli.outcome import on_ranks
+from compiler_trainer.config import short_names
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.jobs import choice_of
@@ -185,7 +186,8 @@ def group_of(groups: Mapping[str, Options], name: str) -> Mapping[str, Any]:
 
 def composed(groups: Mapping[str, Options]) -> Config:
     """Return the configuration of the default job with some groups of options; raise UserError on bad ones."""
-    names = {name: value for name, value in groups.items() if isinstance(value, str)}
-    overrides = {name: value for name, value in groups.items() if name not in names}
-    chosen = names | {name: choice for name, value in overrides.items() if (choice := choice_of(name, value))}
-    return to_config(compose([f"{name}={choice}" for name, choice in chosen.items()], overrides))
+    short, plain = short_names.taken_out(groups)
+    names = {name: value for name, value in plain.items() if isinstance(value, str)}
+    options = {name: value for name, value in plain.items() if name not in names}
+    chosen = names | {name: choice for name, value in options.items() if (choice := choice_of(name, value))}
+    return to_config(compose([*(f"{name}={choice}" for name, choice in chosen.items()), *short], options))

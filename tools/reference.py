@@ -61,13 +61,13 @@ FEATURES = {
     ),
     "Precision": (
         Feature(
-            "mixed precision (bf16)", "passes.cast.param_dtype=bfloat16", "tests/passes/precision/test_cast.py", True
+            "mixed precision (bf16)", "train.precision=bf16", "tests/passes/precision/test_cast.py", True
         ),
-        Feature("float8", "passes.cast.float8=rowwise", "tests/passes/precision/test_float8.py", True),
+        Feature("float8", "train.precision=fp8", "tests/passes/precision/test_float8.py", True),
     ),
     "Memory": (
         Feature("gradient accumulation", "train.microbatches=4", "tests/passes/update/test_token_mean.py"),
-        Feature("activation checkpointing", "passes.remat.policy=full", "tests/passes/memory/test_remat.py"),
+        Feature("activation checkpointing", "train.activation_checkpointing=full", "tests/passes/memory/test_remat.py"),
         Feature("offloading", "passes.remat.policy=offload", "tests/passes/memory/test_remat.py", True),
         Feature("loss in chunks", "passes.chunk_loss.chunks=4", "tests/passes/idioms/test_chunk_loss.py"),
         Feature("8-bit moments", "optim=adamw8bit", "tests/passes/update/test_moments.py"),

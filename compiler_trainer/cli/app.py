@@ -24,7 +24,6 @@ from compiler_trainer.cli.ends import end, is_first, ranks, record, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.outcome import outcome
 from compiler_trainer.config.compose import (
-    CONF,
     as_user_errors,
     compose,
     no_flag,
@@ -33,7 +32,7 @@ from compiler_trainer.config.compose import (
     to_config,
 )
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.config.files import check_folder
+from compiler_trainer.config.files import CONF, check_folder
 from compiler_trainer.config.jobs import with_files
 from compiler_trainer.config.schema import Config, as_yaml, is_open, with_placeholders
 from compiler_trainer.config.validate import dry_world_size, validate

@@ -19,13 +19,13 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from compiler_trainer.config import foreign
+from compiler_trainer.config import foreign, short_names
 from compiler_trainer.config.cluster import AUTO_CLUSTER
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import check_folder
-from compiler_trainer.config.jobs import CONF, TABLES, flat, with_files
-from compiler_trainer.config.options import build, not_one_of, tables, unknown
-from compiler_trainer.config.schema import AUTO, Config, ModelConfig
+from compiler_trainer.config.files import CONF, check_folder
+from compiler_trainer.config.jobs import TABLES, with_files
+from compiler_trainer.config.options import build, flat, not_one_of, tables, unknown
+from compiler_trainer.config.schema import AUTO, AUTOMATIC, Config, ModelConfig, open_axes
 
 # ---- defaults ------------------------------------------------------------------------------------------
 
@@ -59,7 +59,6 @@ GOES_WITH = {  # options that exist only with another choice of `model`
     "model.lora": "goes with model=hf, or recipe=lora",
 }
 MEANT = (  # group, a mark of values that are no choice of it, the fix
-    ("model", "/", "{0} is a folder, or a model of the hub; write model=hf model.path={0}"),
     ("recipe", ".y", "{0} is a job file, which is given by itself: compiler-trainer {0}"),
     ("data", ".", "{0} is a file; write data=text 'data.files=[{0}]', for conversations also data.chat=true"),
 )
@@ -132,7 +131,7 @@ def no_value(word: str) -> str:
 def every_name() -> list[str]:
     """Return the names of all options of the default job."""
     options: Any = OmegaConf.to_container(defaults(), resolve=False)
-    return list(flat(options, TABLES))
+    return [*flat(options, TABLES), *short_names.CHOICES]
 
 
 def unreadable(error: OverrideParseException) -> str:
@@ -166,7 +165,8 @@ def names_in(group: str) -> list[str]:
     """Return the names of the options in a dotted group; for an empty name, of all groups; none for an unknown one."""
     options = defaults()
     members = OmegaConf.select(options, group) if group else options
-    return [str(name) for name in members] if OmegaConf.is_dict(members) else []
+    short = [name.rpartition(".")[2] for name in short_names.CHOICES if name.rpartition(".")[0] == group]
+    return [*map(str, members), *short] if OmegaConf.is_dict(members) else []
 
 
 def one_line(text: str) -> str:
@@ -220,7 +220,20 @@ def default_job() -> Mapping[str, Any]:
 
 def to_config(options: Any) -> Config:
     """Return the options as a config; raise UserError naming the option at fault."""
-    cfg = build(Config, {**options, "mesh": AUTO} if options["mesh"] == "auto" else options)
+    named = short_names.with_loggers(options)
+    cfg = build(Config, {**named, "mesh": AUTO} if options["mesh"] == "auto" else named)
+    if cfg.train.batch_per_rank is not None:
+        cfg = without_microbatches(cfg)
     if cfg.cluster.name == AUTO_CLUSTER.name and (figures := set(options["cluster"]) - {"name", "gpus"}):
         raise UserError(f"cluster.{min(figures)}", "goes with a named cluster; set cluster=h100, too, for example")
     return cfg
+
+
+def without_microbatches(cfg: Config) -> Config:
+    """Return `cfg`, whose `train.batch_per_rank` decides on microbatches; raise UserError if something else does."""
+    if len(open_axes(cfg.mesh)) > 1:
+        raise UserError("train.batch_per_rank", "goes with a mesh, and this one is planned; leave it out, or set mesh")
+    if cfg.train.microbatches not in (1, AUTOMATIC):
+        problem = f"decides, and so does train.microbatches={cfg.train.microbatches}"
+        raise UserError("train.batch_per_rank", f"{problem}; leave out one of them")
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, microbatches=1))

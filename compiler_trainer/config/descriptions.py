@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from compiler_trainer.config import cluster, foreign, schema
-from compiler_trainer.config.compose import CONF, default_job
+from compiler_trainer.config import cluster, foreign, schema, short_names
+from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.options import SCALARS, Chosen, Must, did_you_mean, spelled
 
 PLAIN = {"None": "null", "Any": "anything", **{kind.__name__: words for kind, words in SCALARS.items()}}
@@ -50,9 +51,20 @@ def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = T
         else:
             default = shown(field, name if in_default_job else "")
             options.append(Option(name, lines[field.name], default, notes[field.name]))
-    yield Group(prefix.rstrip("."), inspect.cleandoc(cls.__doc__ or ""), options)
+    yield Group(prefix.rstrip("."), inspect.cleandoc(cls.__doc__ or ""), options + with_short_names(prefix))
     for name, part, is_chosen in inner:
         yield from groups(part, f"{name}.", is_chosen)
+
+
+def with_short_names(prefix: str) -> list[Option]:
+    """Return the options of a group that stand for others."""
+    names = [name for name in short_names.CHOICES if prefix and name.startswith(prefix)]
+    return [Option(name, " | ".join(short_names.choices(name)), "null", meaning(name)) for name in names]
+
+
+def meaning(name: str) -> str:
+    """Return the description of an option that stands for others, with their names."""
+    return f"{short_names.CHOICES[name]}; stands for {', '.join(sorted(short_names.targets(name)))}"
 
 
 def parts_of(annotation: str) -> tuple[type, ...]:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig, CollectiveTimes, RatesConfig
-from compiler_trainer.config.compose import CONF, compose
+from compiler_trainer.config.compose import compose
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import load_yaml
+from compiler_trainer.config.files import CONF, load_yaml
 from compiler_trainer.config.options import build, not_one_of
 from compiler_trainer.config.schema import Config, PassesConfig, is_open
 from passes.cost.accounting import SENT
@@ -54,7 +54,28 @@ def for_predicting(cfg: Config) -> Config:
 
 def resolve_auto(cfg: Config, on_gpu: bool) -> Config:
     """Return `cfg` with a named cluster, and dtypes for a GPU or a CPU."""
-    return dataclasses.replace(cfg, cluster=resolve_cluster(cfg.cluster), passes=passes_on(cfg.passes, on_gpu))
+    cluster = resolve_cluster(cfg.cluster)
+    return dataclasses.replace(cfg, cluster=cluster, passes=with_budget(passes_on(cfg.passes, on_gpu), cluster))
+
+
+def with_budget(passes: PassesConfig, cluster: ClusterConfig) -> PassesConfig:
+    """Return the options of passes, in which a budget of memory without a figure is the memory of the cluster's GPUs.
+
+    Raises UserError if no cluster describes the device.
+    """
+    if passes.remat.policy != "budget" or passes.remat.budget_gib is not None:
+        return passes
+    if cluster.name == AUTO_CLUSTER.name:
+        problem = f"null is the memory of a GPU of the cluster, and none describes {device_name()}"
+        raise UserError("passes.remat.budget_gib", f"{problem}; set it to the GiB of a rank")
+    remat = dataclasses.replace(passes.remat, budget_gib=round(usable_gib(cluster, is_alone=False), 3))
+    return dataclasses.replace(passes, remat=remat)
+
+
+def usable_gib(cluster: ClusterConfig, is_alone: bool) -> float:
+    """Return the memory of a GPU that is left for tensors, in GiB: without driver, communicators and allocator."""
+    device_gib = cluster.context_gib + (0.0 if is_alone else cluster.communicator_gib)
+    return (cluster.hbm_gib - device_gib) / (1 + cluster.allocator_loss)
 
 
 def passes_on(passes: PassesConfig, on_gpu: bool) -> PassesConfig:

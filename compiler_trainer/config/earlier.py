@@ -26,6 +26,8 @@ RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
     ("passes.segment.enabled", False): ("passes.segment.max_nodes", None),
     ("passes.segment.enabled", True): None,
     ("passes.verify", "off"): ("passes.verify", "none"),
+    ("lr_schedule.warmup_fraction", ANY): ("lr_schedule.warmup_ratio", ANY),
+    ("lr_schedule.decay_fraction", ANY): ("lr_schedule.decay_ratio", ANY),
     ("passes.roll", ANY): ("passes.fold_layers", ANY),
     ("passes.schedule.bucket_mib", ANY): ("passes.communication.bucket_mib", ANY),
     ("passes.schedule.ahead", ANY): ("passes.communication.prefetch", ANY),

@@ -18,6 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import LARGEST, convert
 
+PACKAGE = Path(__file__).resolve().parents[1]
+# conf/ is next to the package in a clone, inside it if installed.
+CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if (path / "train.yaml").is_file())
+
 
 def is_remote(name: str) -> bool:
     """Return True if a name is in an object store, as s3://bucket/name."""

@@ -11,8 +11,12 @@ import difflib
 
 ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.global_batch_size, or auto"
 ROWS = "train.global_batch_size is the sequences of a step over all ranks; train.microbatches computes them in parts"
-MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
-NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
+PER_RANK = (
+    "train.batch_per_rank is the sequences of a rank in a microbatch; those of a step are train.global_batch_size, "
+    "over all ranks"
+)
+MIXED = "mixed precision is train.precision=bf16: compute in bfloat16 over float32 master weights (train.dtype)"
+NO_FP16 = "there is no fp16, which needs loss scaling; use train.precision=bf16"
 NO_BLOCKS = (
     "matmuls are not computed in MXFP8 or NVFP4; float8 is passes.cast.float8=rowwise or tensorwise; weights under "
     "LoRA are stored with model.quantize=nvfp4 or mxfp4"
@@ -22,7 +26,7 @@ NO_GROUPED = (
     "matmuls of experts are not computed in float8; passes.cast.float8=rowwise or tensorwise is for linear layers"
 )
 LENGTH = "the length of a run is train.steps: a number of steps, or epochs as in train.steps=3epochs"
-LOGGERS = "metrics go to metrics.jsonl, TensorBoard and 'run.loggers=[{_target_: compiler_trainer.WandB}]', or MLflow"
+LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[wandb], or mlflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
 PREFERENCES = (
     "losses of preference pairs are recipe=dpo, orpo or simpo, and loss=dpo, ipo, simpo, orpo, cpo or kto with "
@@ -32,12 +36,12 @@ GRPO = "reinforcement learning is recipe=grpo data.prompts=[prompts.jsonl] rewar
 ROLLOUTS = "answers are drawn for loss.steps_per_rollout steps at once, with loss=grpo; each is used in one step"
 NLL_WEIGHT = "the weight of the negative log-likelihood of chosen answers is loss.nll_weight, with a loss of pairs"
 EMA = "an average of the weights (EMA) is train.ema=0.999"
-CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
+CHECKPOINTING = "activation checkpointing is train.activation_checkpointing=none|selective|full|auto"
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
 ATTENTION = "kernels are chosen automatically: the model's calls of SDPA and FlexAttention stay as they are"
 DATA = "text and conversations are data=text data.files=[...]; a dataset on the hub is data=hf_dataset data.path=NAME"
 FORMATS = "data.chat=true reads OpenAI messages, ShareGPT, Alpaca, prompts with completions; fields tell the format"
-MODEL = "model=hf model.path=FOLDER loads what transformers saved, model.path=ORGANIZATION/NAME a model on the hub"
+MODEL = "model=FOLDER loads what transformers saved, model=ORGANIZATION/NAME a model of the hub"
 LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora or qlora"
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
 EVALUATION = "validation loss is computed every eval.interval steps over eval.batches batches"
@@ -66,16 +70,16 @@ BUILT = "torch.compile is not called: lower.backend=inductor compiles each job, 
 NAMES = {  # answer -> the names that it answers
     # batch and accumulation
     ACCUMULATION: "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches accumulation",
-    ROWS: (
-        "micro_batch_size microbatch_size per_device_train_batch_size per_device_batch_size local_batch_size "
-        "train_batch_size batch_size"
+    PER_RANK: (
+        "micro_batch_size microbatch_size per_device_train_batch_size per_device_batch_size local_batch_size"
     ),
+    ROWS: "train_batch_size batch_size",
     "evaluation uses the batch size of training: train.global_batch_size": "per_device_eval_batch_size",
     # precision
     MIXED: "bf16 bfloat16 precision mixed_precision mixed_precision_param autocast amp torch_dtype",
     NO_FP16: "fp16 float16 half",
     "call torch.set_float32_matmul_precision for TF32, or use passes.cast.param_dtype=bfloat16": "tf32",
-    "float8 is passes.cast.float8=rowwise or tensorwise": "float8 fp8",
+    "float8 is train.precision=fp8, or passes.cast.float8=rowwise|tensorwise": "float8 fp8",
     NO_BLOCKS: "mxfp8 nvfp4",
     NO_GROUPED: "float8_grouped_mm fp8_grouped_mm moe_fp8",
     QUANTIZED: "load_in_8bit load_in_4bit qlora",
@@ -85,8 +89,10 @@ NAMES = {  # answer -> the names that it answers
     "the learning rate is optim.lr": "lr learning_rate",
     "the schedule is lr_schedule=cosine|linear|wsd|constant": "lr_scheduler lr_scheduler_type lr_decay_style",
     "the schedule ends at lr_schedule.min_ratio times optim.lr": "min_lr",
-    "linear warm-up is lr_schedule.warmup_steps": "warmup warmup_steps lr_warmup_steps warmup_iters",
-    "linear warm-up is lr_schedule.warmup_fraction, or lr_schedule.warmup_steps": "warmup_ratio",
+    "linear warm-up is lr_schedule.warmup_steps, or lr_schedule.warmup_ratio": (
+        "warmup warmup_steps lr_warmup_steps warmup_iters"
+    ),
+    "linear warm-up is lr_schedule.warmup_ratio, a share of train.steps": "warmup_ratio",
     "weight decay is optim.weight_decay": "weight_decay",
     "AdamW's betas are optim.betas=[0.9,0.95]": "adam_beta1 adam_beta2",
     "AdamW's epsilon is optim.eps": "adam_epsilon",
@@ -161,7 +167,7 @@ NAMES = {  # answer -> the names that it answers
     SFT: "sft instruct finetuning full_finetune",
     "pretraining is recipe=pretrain, with a model by name and data.tokenizer": "pretraining",
     "the beta of a preference loss is loss.beta, with loss=dpo": "beta",
-    "there is no DoRA; model.lora.rslora=true scales by the root of the rank": "dora use_dora",
+    "DoRA is model.lora.dora=true, next to recipe=lora": "dora use_dora",
     f"scaling of positions: {CONTEXT}": "yarn rope_type rope_parameters",
     FROZEN: "freeze freeze_layers unfrozen_parameters",
     LIGER: "liger liger_kernel use_liger_kernel",
@@ -191,8 +197,7 @@ VALUES = {  # option or group -> hint for a value that is not one of its choices
     "recipe": "compiler-trainer --help recipe describes them",
     "passes.cast.float8": NO_BLOCKS,
     "passes.moe.dispatch": "counts of rows stay on the device, so buffer sizes cannot depend on them",
-    "train.dtype": "it is the dtype of master weights; mixed precision is passes.cast.param_dtype=bfloat16 over "
-    "float32 ones",
+    "train.dtype": "it is the dtype of master weights; mixed precision is train.precision=bf16 over float32 ones",
 }
 
 

@@ -7,28 +7,26 @@
 
 A file becomes overrides. Other arguments win over it: an option over that option, a choice (`optim=muon`) over all of
 the group. A run's config.yaml is a job file, too: it starts the same job in a new folder.
-
-`CONF` is conf/ next to the package in a clone, inside it if installed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from compiler_trainer.config import short_names
+from compiler_trainer.config.earlier import renamed
 from compiler_trainer.config.errors import STATED, UserError
-from compiler_trainer.config.files import load_yaml, text_of
-from compiler_trainer.config.options import tables
+from compiler_trainer.config.files import CONF, load_yaml, text_of
+from compiler_trainer.config.options import flat, tables
 from compiler_trainer.config.schema import WRITTEN, Config
 
-PACKAGE = Path(__file__).resolve().parents[1]
-CONF = next(path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if (path / "train.yaml").is_file())
 ENDINGS = (".yaml", ".yml")
 NAME = re.compile(r"[\w./@-]+", re.ASCII)
 OF_ONE_RUN = ("run.dir", "checkpoint.dir", "checkpoint.store", "checkpoint.resume", "checkpoint.allow")
@@ -48,10 +46,10 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     Raises UserError if there is no such file, if it holds no options, or if there are two.
     """
     files = [argument for argument in arguments if is_job_file(argument)]
-    others = [argument for argument in arguments if not is_job_file(argument)]
+    others = short_names.replaced([argument for argument in arguments if not is_job_file(argument)])
     if len(files) > 1:
         raise UserError(files[1], f"is a job file, and so is {files[0]}; write all options into one of them")
-    stated = [argument.partition("=")[0].lstrip("+") for argument in others]
+    stated = list(short_names.stated(arguments))
     return [override for file in files for override in overrides_of(Path(file), stated)] + others
 
 
@@ -60,6 +58,8 @@ def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
     options, lines = load_yaml(path), lines_of(path)
     STATED.update(dict.fromkeys(stated, ""))
     is_of_run = options.keys() >= {*WRITTEN}
+    if is_of_run:
+        options = renamed(options)
     overrides = []
     for name, value in entries(options).items():
         if any(f"{name}.".startswith(f"{other}.") for other in stated) or is_of_run and name in OF_ONE_RUN:
@@ -72,7 +72,7 @@ def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
         else:
             is_deep = name.startswith("model.") and name.count(".") > 1  # a preset may leave some of these out
             overrides.append(f"{'++' if is_deep else ''}{name}={as_override(value)}")
-    return overrides
+    return short_names.replaced(overrides)
 
 
 def entries(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,16 +124,6 @@ def lines_of(path: Path) -> dict[str, int]:
 
 
 TABLES = {*tables(Config())} - {"loss"}  # a choice of `loss` is a group, too
-
-
-def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Return options by dotted names. A mapping whose name is in `undivided` stays one option."""
-    flattened: dict[str, Any] = {}
-    for key, value in options.items():
-        name = f"{prefix}{key}"
-        inside = isinstance(value, Mapping) and value and name not in undivided
-        flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
-    return flattened
 
 
 PLAIN = re.compile(r"[A-Za-z_][\w/.-]*", re.ASCII)  # texts that hydra reads without quotes

@@ -194,6 +194,16 @@ def tables(options: Any) -> Iterator[str]:
             yield from (join(option.name, name) for name in tables(value))
 
 
+def flat(options: Mapping[str, Any], undivided: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return options by dotted names. A mapping whose name is in `undivided` stays one option."""
+    flattened: dict[str, Any] = {}
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        inside = isinstance(value, Mapping) and value and name not in undivided
+        flattened |= flat(value, undivided, f"{name}.") if inside else {name: value}
+    return flattened
+
+
 def option_names(cls: Any) -> list[str]:
     """Return the names of a dataclass's options, in order; none for any other type."""
     return [option.name for option in fields(cls)] if is_dataclass(cls) else []

@@ -451,9 +451,10 @@ class TrainConfig:
     seq_len: RowLength = 256  # tokens per sequence
     global_batch_size: Positive = 16  # sequences per step, over all ranks
     microbatches: Microbatches = 1  # gradient accumulation: parts of a step's sequences; auto: as few as fit in memory
+    batch_per_rank: Positive | None = None  # sequences of a rank in a microbatch, instead of `microbatches`
     seed: Seed = 0  # seed of initial weights and dropout
     deterministic: bool = False  # give the same bits in every run, at some loss of speed
-    dtype: Dtype = "float32"  # dtype of the master weights; mixed precision: passes.cast.param_dtype
+    dtype: Dtype = "float32"  # dtype of the master weights; of compute: precision
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at NaN: end, skip the update, or reload and skip the data
     replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
     ema: OpenFraction | None = None  # decay of an exponential moving average of the weights, as 0.999; null: no average
@@ -503,23 +504,23 @@ class LrScheduleConfig:
     """
 
     name: Literal["constant", "cosine", "linear", "wsd", "custom"] = "constant"  # wsd: warm-up, stable, decay
-    warmup_steps: Count | None = None  # steps of the warm-up; null: warmup_fraction of train.steps
+    warmup_steps: Count | None = None  # steps of the warm-up; null: warmup_ratio of train.steps
     min_ratio: Fraction = 0.0  # learning rate at the end of the decay (one step after the last), as a share of optim.lr
-    decay_steps: Count | None = None  # steps of the decay; null: decay_fraction of train.steps
-    warmup_fraction: Fraction = 0.0  # warm-up as a share of train.steps
-    decay_fraction: Fraction | None = None  # decay as a share of train.steps; null: all steps after the warm-up
+    decay_steps: Count | None = None  # steps of the decay; null: decay_ratio of train.steps
+    warmup_ratio: Fraction = 0.0  # warm-up as a share of train.steps
+    decay_ratio: Fraction | None = None  # decay as a share of train.steps; null: all steps after the warm-up
     _target_: Target | None = None  # with lr_schedule=custom: a function of (step, steps); step counts from 1
     arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of `_target_`, by name
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
-        return int(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
+        return int(self.warmup_ratio * steps) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, steps: int) -> int | None:
         """Return the number of decay steps in a run of `steps` steps; None: all after the warm-up."""
-        if self.decay_steps is not None or self.decay_fraction is None:
+        if self.decay_steps is not None or self.decay_ratio is None:
             return self.decay_steps
-        return int(self.decay_fraction * steps)
+        return int(self.decay_ratio * steps)
 
 
 @dataclass(frozen=True)
@@ -636,7 +637,7 @@ class RematConfig:
     regather: bool = True  # gather parameters again for the backward (ZeRO-3) instead of keeping them (ZeRO-2)
     save: tuple[str, ...] = SAVE  # operators whose results are kept with policy=selective
     every_n: Positive = 2  # with policy=every_n: recompute every n-th layer
-    budget_gib: PositiveFloat | None = None  # with policy=budget: peak memory of a rank, state included
+    budget_gib: PositiveFloat | None = None  # with policy=budget: peak memory of a rank; null: that of a GPU of cluster
     headroom: OpenFraction = 0.04  # share of the budget left free: Inductor's buffers exceed the estimate by up to 3 %
     layers: dict[str, OfLayer] = field(default_factory=dict)  # policy by pattern of layers
     modules: dict[str, Action] = field(default_factory=dict)  # action by pattern of modules
@@ -800,7 +801,7 @@ class RunConfig:
     dump_graphs: bool = True  # write the graph after each pass to graphs/
     profile: bool = False  # profile steps 3 to 5
     memory_snapshot: bool = False  # record GPU allocations for pytorch.org/memory_viz, also of a run out of memory
-    loggers: tuple[Called, ...] = ()  # loggers in addition to metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
+    loggers: tuple[Called, ...] = ()  # beside metrics.jsonl and TensorBoard: wandb, mlflow, or your own class
     time_limit: TimeLimit = None  # end after this time, with a checkpoint
     stop_signals: tuple[StopSignal, ...] = ("TERM", "INT", "USR1")  # end after the current step, with a checkpoint
     exit_codes: ExitCodes = field(default_factory=ExitCodes)

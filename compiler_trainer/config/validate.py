@@ -291,9 +291,8 @@ CHECKS: Checks = (
     ),
     (
         "passes.remat.budget_gib",
-        lambda c: (c.passes.remat.policy == "budget") == (c.passes.remat.budget_gib is not None),
-        "{c.passes.remat.budget_gib} with passes.remat.policy={c.passes.remat.policy}; a budget goes with "
-        "policy=budget, which needs one",
+        lambda c: c.passes.remat.policy == "budget" or c.passes.remat.budget_gib is None,
+        "{c.passes.remat.budget_gib} with passes.remat.policy={c.passes.remat.policy}; it goes with policy=budget",
     ),
     (
         "passes.remat.layers",
@@ -339,7 +338,7 @@ CHECKS: Checks = (
         "lr_schedule.decay_steps",
         lambda c: c.lr_schedule.warmup(c.train.steps) + (c.lr_schedule.decay(c.train.steps) or 0) <= c.train.steps,
         "{c.lr_schedule.decay_steps} and lr_schedule.warmup_steps={c.lr_schedule.warmup_steps} (null: "
-        "lr_schedule.warmup_fraction={c.lr_schedule.warmup_fraction}) are more than train.steps={c.train.steps}; "
+        "lr_schedule.warmup_ratio={c.lr_schedule.warmup_ratio}) are more than train.steps={c.train.steps}; "
         "change one of them",
     ),
     (
@@ -422,7 +421,21 @@ def validate(cfg: Config, world_size: int) -> Config:
         ("checkpoint.resume", cfg.checkpoint.resume),
     ):
         check_path(where, path or "")
-    return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))
+    return with_microbatches(dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size)))
+
+
+def with_microbatches(cfg: Config) -> Config:
+    """Return `cfg` with the number of microbatches by `train.batch_per_rank`; raise UserError if it is not whole."""
+    train = cfg.train
+    if train.batch_per_rank is None:
+        return cfg
+    at_once = train.batch_per_rank * cfg.mesh.dp_replicate * cfg.mesh.dp_shard
+    if train.global_batch_size % at_once:
+        problem = f"{train.batch_per_rank} on each rank are {at_once} at once"
+        fix = f"which does not divide train.global_batch_size={train.global_batch_size}; change either"
+        raise UserError("train.batch_per_rank", f"{problem}, {fix}")
+    count = train.global_batch_size // at_once
+    return dataclasses.replace(cfg, train=dataclasses.replace(train, microbatches=count, batch_per_rank=None))
 
 
 def validate_data(cfg: Config) -> DataConfig:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiler_trainer.config.compose import default_job
+from compiler_trainer.config.options import flat
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.inspect.balance import spans_of
 from compiler_trainer.inspect.dumps import Run
@@ -101,11 +102,11 @@ def seconds(by_pass: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def changed(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the options that differ from the default job, without values that the run determined itself."""
-    plain = dict(flat(default_job()))
+    defaults = flat(default_job())
     return [
-        (name, value)
-        for name, value in flat(config)
-        if not is_found(name, value) and (name not in plain or alike(plain[name]) != alike(value))
+        (name, plain(value))
+        for name, value in flat(config).items()
+        if not is_found(name, value) and (name not in defaults or alike(defaults[name]) != alike(value))
     ]
 
 
@@ -117,15 +118,6 @@ def is_found(name: str, value: Any) -> bool:
 def alike(value: Any) -> Any:
     """Return sequences of any kind as lists."""
     return list(value) if isinstance(value, (list, tuple)) else value
-
-
-def flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return options with dotted names."""
-    flattened: list[tuple[str, Any]] = []
-    for key, value in options.items():
-        inside = isinstance(value, Mapping) and value
-        flattened += flat(value, f"{prefix}{key}.") if inside else [(f"{prefix}{key}", plain(value))]
-    return flattened
 
 
 def plain(value: Any) -> Any:

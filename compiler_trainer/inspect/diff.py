@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
-from compiler_trainer.config.options import spelled
+from compiler_trainer.config.options import flat, spelled
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 from passes.ir.printer import format_operand
 
@@ -112,15 +112,6 @@ def changed(a: Stage, b: Stage, pairs: Mapping[str, str]) -> Iterator[tuple[Node
 
 
 # ---- the rest ------------------------------------------------------------------------------------
-
-
-def flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return options by dotted name."""
-    flattened: dict[str, Any] = {}
-    for key, value in options.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        flattened |= flat(value, name) if isinstance(value, Mapping) else {name: value}
-    return flattened
 
 
 def unequal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:

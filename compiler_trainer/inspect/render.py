@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compiler_trainer.config.options import flat
 from compiler_trainer.inspect import glance
 from compiler_trainer.inspect.balance import balance
-from compiler_trainer.inspect.course import course, flat
+from compiler_trainer.inspect.course import course, plain
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 from compiler_trainer.inspect.overview import seconds_of, totals
 from compiler_trainer.inspect.words import COUNTS, PASSES
@@ -59,7 +60,7 @@ def summary(run: Run) -> dict[str, Any]:
     return {
         "name": run.folder.name,
         "course": dataclasses.asdict(course(run)),
-        "config": dict(flat(run.config)),
+        "config": {name: plain(value) for name, value in flat(run.config).items()},
         "mesh": dict(mesh.sizes),
         "zigzag": [SEQUENCE_AXIS] if order.zigzag else [],
         "blocks": {SEQUENCE_AXIS: order.chunks} if order.table else {},

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import write_atomically
-from compiler_trainer.config.jobs import TABLES, flat
+from compiler_trainer.config.jobs import TABLES
+from compiler_trainer.config.options import flat
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning.dry import error_bar

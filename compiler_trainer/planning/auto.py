@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from compiler_trainer.config.device import device_name, for_predicting, for_running
-from compiler_trainer.config.jobs import as_override, flat
-from compiler_trainer.config.options import tables
+from compiler_trainer.config.jobs import as_override
+from compiler_trainer.config.options import flat, tables
 from compiler_trainer.config.schema import AUTO, AUTOMATIC, PLANNED, Config, is_open, open_axes
 from compiler_trainer.config.validate import dry_world_size, resolve_mesh, stated
 from compiler_trainer.models.subject import Subject, subject

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from compiler_trainer.config.device import cluster_of
+from compiler_trainer.config.device import cluster_of, usable_gib
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject
@@ -77,9 +77,7 @@ class Plan:
 
 def room(request: PlanRequest) -> float:
     """Return the bytes of tensors that fit on a GPU, without its context, communicators and the allocator's loss."""
-    cluster = request.cfg.cluster
-    device_gib = cluster.context_gib + (cluster.communicator_gib if request.gpus > 1 else 0.0)
-    return GIB * (cluster.hbm_gib - device_gib) / (1 + cluster.allocator_loss)
+    return GIB * usable_gib(request.cfg.cluster, is_alone=request.gpus == 1)
 
 
 def all_forms(request: PlanRequest, sizes: Sizes, left: LeftOut) -> list[Estimate]:

@@ -16,9 +16,10 @@ from torch import nn
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
-from compiler_trainer.config import schema
-from compiler_trainer.config.compose import CONF, as_user_errors, compose
+from compiler_trainer.config import schema, short_names
+from compiler_trainer.config.compose import as_user_errors, compose
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.options import unknown
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
@@ -41,7 +42,7 @@ def options_of(run: Path, overrides: Sequence[str]) -> Config:
     saved["run"]["dir"] = str(run)
     saved["checkpoint"] |= {"resume": None, "allow": ()}  # these apply only to the run's own start
     with as_user_errors():
-        return with_overrides(saved, OverridesParser.create().parse_overrides(list(overrides)))
+        return with_overrides(saved, OverridesParser.create().parse_overrides(short_names.replaced(overrides)))
 
 
 def with_overrides(saved: dict[str, Any], overrides: Sequence[Override]) -> Config:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from compiler_trainer.sweep.stored import flat
+from compiler_trainer.config.options import flat
 from compiler_trainer.training import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def parsed(overrides: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():
-            values |= flat({override.key_or_group: override.value()})
+            values |= flat({override.key_or_group.replace("/", "."): override.value()})
     return {name: "null" if value is None else value for name, value in values.items()}
 
 

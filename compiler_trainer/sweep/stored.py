@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import json_of
+from compiler_trainer.config.options import flat
 from compiler_trainer.config.schema import Config, Count
 
 FILE = "point.json"
@@ -59,15 +60,6 @@ def identity(cfg: Config) -> dict[str, Any]:
     options = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
     del options["run.dir"]
     return {name: value for name, value in options.items() if (name, value) != ("checkpoint.resume", "auto")}
-
-
-def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Return nested options by their dotted names."""
-    flattened: dict[str, Any] = {}
-    for key, value in options.items():
-        name = f"{where}.{key}" if where else key
-        flattened |= flat(value, name) if isinstance(value, dict) and value else {name: value}
-    return flattened
 
 
 def read(folder: Path) -> Point | None:

@@ -26,8 +26,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.files import write_atomically
-from compiler_trainer.config.jobs import flat
-from compiler_trainer.config.options import tables
+from compiler_trainer.config.options import flat, tables
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import called
 from compiler_trainer.console import Renewed, say

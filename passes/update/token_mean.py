@@ -6,13 +6,14 @@ becomes
     loss = mul(div(total, count_0), 4)     count_0 of all four, an input
 
 The mean of such losses over the microbatches is the mean over the full batch, however labels are distributed over them;
-a microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that
-depends only on the batch, sample by sample. All other terms are averaged over the microbatches.
+a microbatch without labels adds nothing. A term of the loss or of a metric is such a mean if it is a sum divided by a
+count that depends only on the batch, sample by sample. All other terms are averaged over the microbatches, among them
+functions of means that are no weighted sums, which keep the means of their microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,13 +27,15 @@ from passes.ir.spec import Spec
 from passes.ir.stages import Stage
 from passes.rules import has_rule, rule_of, tensor_operands
 from passes.rules.pointwise import rules as pointwise_rules
-from passes.trace.editor import inline
+from passes.trace.editor import Editor
 
 aten = torch.ops.aten
 POINTWISE = frozenset(pointwise_rules())
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 CUTS = frozenset(("slice", "pad", "constant_pad_nd"))
 SUMS = frozenset(("sum", "cross_entropy_loss", "ct::linear_cross_entropy"))  # as `normalize` leaves the latter two
+PASSED_ON = CASTS | {"alias", "detach"}
+ADDITIONS = frozenset(("add", "sub", "rsub"))
 KINDS = ("loss", "metric")  # of outputs that may be means
 
 
@@ -43,27 +46,36 @@ class Mean(NamedTuple):
     counted: fx.Node
 
 
-def terms(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the terms of which a scalar is a weighted sum; a value with other users is one term."""
-    waiting = [node]  # an explicit stack, because each layer may add a term
+def summands(node: fx.Node, constants: bool = True) -> list[fx.Node]:
+    """Return the scalars of which a scalar is a weighted sum, maybe with constants; none if it is no such sum."""
+    operands = tensor_operands(node) if has_rule(node) else []
+    together, passing = frozenset(range(len(operands))), PASSED_ON | (ADDITIONS if constants else frozenset())
+    is_linear = bool(operands) and (name_of(node) in passing or together in rule_of(node).linear)
+    return operands if is_linear and not any(ir.example(n).dim() for n in operands) else []
+
+
+def weighted(results: Iterable[fx.Node], constants: bool = True) -> dict[fx.Node, None]:
+    """Return the nodes of which scalars are weighted sums, these scalars and partial sums included."""
+    reached, waiting = dict[fx.Node, None](), list(results)
     while waiting:
-        node = waiting.pop()
-        operands = tensor_operands(node) if has_rule(node) else []
-        together = frozenset(range(len(operands)))
-        is_linear = bool(operands) and (name_of(node) in CASTS or together in rule_of(node).linear)
-        if not is_linear or len(node.users) > 1 or any(ir.example(n).dim() for n in operands):
-            yield node
-        else:
-            waiting += reversed(operands)
+        if (node := waiting.pop()) not in reached:
+            reached[node] = None
+            waiting += reversed(summands(node, constants))
+    return reached
+
+
+def terms(results: Iterable[fx.Node], constants: bool = True) -> list[fx.Node]:
+    """Return the last terms of which scalars are weighted sums, maybe with constants."""
+    return [node for node in weighted(results, constants) if not summands(node, constants)]
 
 
 def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
     """Return the term as a sum over a count of the batch; None if it is no such mean."""
-    if term.target is not aten.div.Tensor or len(term.users) > 1 or len(tensor_operands(term)) < 2:
+    if term.target is not aten.div.Tensor or len(tensor_operands(term)) < 2:
         return None
     total, divisor = tensor_operands(term)
     counted = unwrap(divisor)
-    is_of_batch = all(is_sum(part) and cone_of(part, batch) & batch for part in terms(total))
+    is_of_batch = all(is_sum(part) and cone_of(part, batch) & batch for part in terms([total], constants=False))
     return Mean(term, counted) if counts_samples(counted, batch) and is_of_batch else None
 
 
@@ -116,12 +128,26 @@ def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: st
     return node
 
 
-def divide(mean: Mean, count: fx.Node, microbatches: int, ctx: ir.Context) -> None:
-    """Compute the divisor of a mean from the count of all microbatches."""
+def divided(mean: Mean, count: fx.Node, microbatches: int, ctx: ir.Context) -> fx.Node:
+    """Insert the sum of a mean divided by the count of all microbatches, times their number."""
     total, divisor = tensor_operands(mean.quotient)
-    with mean.quotient.graph.inserting_before(mean.quotient):
-        mean.quotient.args = (total, with_count(divisor, mean.counted, count))
-    inline(mean.quotient, lambda x, d: x / d * microbatches, ctx)
+    edit = Editor.before(mean.quotient, ctx)
+    with edit.inserting():
+        whole = with_count(divisor, mean.counted, count)
+    return edit.trace(lambda x, d: x / d * microbatches, total, whole)
+
+
+def rewire(program: ir.Program, new: dict[fx.Node, fx.Node]) -> None:
+    """Let loss and metrics be weighted sums of the nodes in `new`, by those they replace; other uses stay."""
+    of_kind = [node for node, out in zip(program.results(), program.outputs) if out.kind in KINDS]
+    reached = weighted(of_kind)
+    for node in [n for n in program.graph.nodes if n in reached and n not in new]:
+        operands = {n: new.get(n, n) for n in node.all_input_nodes}
+        if summands(node) and any(n is not m for n, m in operands.items()):
+            with program.graph.inserting_before(node):
+                new[node] = ir.copy_node(program.graph, node, operands)
+    ends = zip(program.results(), program.outputs)
+    program.graph.output_node().args = (tuple(new.get(n, n) if out.kind in KINDS else n for n, out in ends),)
 
 
 def with_count(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
@@ -132,11 +158,15 @@ def with_count(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
     return ir.copy_node(divisor.graph, divisor, {operand: with_count(operand, counted, count)})
 
 
-def note_on(left: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Return a note on the terms that are no means over labels, if there are any."""
-    terms = ", ".join(f"%{term.name} ({ir.source(term)})" for term in left)
-    return (
-        (f"the loss has terms averaged over microbatches, as no count of labels divides them: {terms}",) if left else ()
+def notes_on(left: Mapping[str, Sequence[fx.Node]]) -> tuple[str, ...]:
+    """Return notes on the terms of loss and metrics that are no means over labels, by kind of output."""
+    named = {
+        f"{kind} has": ", ".join(f"%{term.name} ({ir.source(term)})" for term in terms) for kind, terms in left.items()
+    }
+    return tuple(
+        f"the {who} terms averaged over microbatches, as no count of labels divides them: {listed}"
+        for who, listed in named.items()
+        if listed
     )
 
 
@@ -172,19 +202,19 @@ class TokenMean(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         batch = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
-        ends = {kind: [n for n, o in zip(program.results(), program.outputs) if o.kind == kind] for kind in KINDS}
-        of_loss = {term: None for loss in ends["loss"] for term in terms(loss)}
-        of_metrics = {term: None for metric in ends["metric"] for term in terms(metric)}
-        means_by_term = {term: as_mean(term, batch) for term in of_loss | of_metrics}
-        means = [mean for mean in means_by_term.values() if mean is not None]
+        ends = list(zip(program.results(), program.outputs))
+        terms_of = {kind: terms(n for n, out in ends if out.kind == kind) for kind in KINDS}
+        quotients = (as_mean(term, batch) for term in dict.fromkeys((*terms_of["loss"], *terms_of["metric"])))
+        means = [mean for mean in quotients if mean is not None]
         added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
         counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
-        for mean in means:
-            divide(mean, counts[mean.counted], self.microbatches, ctx)
+        new = {mean.quotient: divided(mean, counts[mean.counted], self.microbatches, ctx) for mean in means}
+        left = {kind: [term for term in terms if term not in new] for kind, terms in terms_of.items()}
+        remarks = remarks_on(left["loss"], batch, self.microbatches)
+        notes = notes_on(left)
+        rewire(program, new)
         program.graph.eliminate_dead_code()
         program.module.recompile()
         inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
-        left = [term for term in of_loss if means_by_term[term] is None]
-        remarks = remarks_on(left, batch, self.microbatches)
-        report = ir.Report({"means": len(means)}, note_on(left), remarks=remarks)
+        report = ir.Report({"means": len(means)}, notes, remarks=remarks)
         return replace(program, inputs=(*program.inputs, *inputs)), report

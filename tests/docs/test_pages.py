@@ -16,8 +16,9 @@ from doc_pages import PAGES, ROOT, spans
 from omegaconf import OmegaConf
 
 from compiler_trainer.capture.returned import RESERVED
-from compiler_trainer.config.compose import CONF, defaults
+from compiler_trainer.config.compose import defaults
 from compiler_trainer.config.descriptions import groups
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, LoraConfig, MeshConfig, RopeScaling
 from compiler_trainer.training.anomalies import RANKS
 from compiler_trainer.training.metrics import of_routers, unevenness
@@ -84,7 +85,7 @@ def test_values_after_an_option_are_its_defaults(page):
 @named
 def test_choices_that_a_page_names_are_there(page):
     kinds = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
-    for group, choice in re.findall(rf"(?<![\w.=])({'|'.join(kinds)})=([a-z0-9_]+)\b(?![./])", page.read_text()):
+    for group, choice in re.findall(rf"(?<![\w.=])({'|'.join(kinds)})=([a-z0-9_]+)\b(?![./:])", page.read_text()):
         other_choices = {"desk", "reader", "hf", "decoder", "auto", "rows", *MEANS}  # MEANS are losses of the parity tool
         assert choice in other_choices or (CONF / group / f"{choice}.yaml").exists(), f"{page.name}: {group}={choice}"
 

@@ -95,7 +95,7 @@ def points(overrides: list[str]) -> list[list[str]]:
     for override in OverridesParser.create().parse_overrides([o for o in overrides if not o.startswith("hydra")]):
         values = ["1e-3"] if override.is_sweep_override() and not override.is_discrete_sweep() else None
         values = values or (list(override.sweep_string_iterator()) if override.is_sweep_override() else None)
-        lists.append([f"{override.key_or_group}={v}" for v in values] if values else [override.input_line])
+        lists.append([f"{override.get_key_element()}={v}" for v in values] if values else [override.input_line])
     every = [list(point) for point in itertools.product(*lists)]
     return [every[0], every[-1]]
 

@@ -15,7 +15,8 @@ from object_store import Store
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compiler_trainer import checkpoint
-from compiler_trainer.config.compose import CONF, compose, to_config
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.schema import (
     Config,
     DataConfig,

@@ -21,7 +21,7 @@ TEXT = ("data=text", "data.files=[books]", "data.tokenizer=FOLDER/tokenizer.json
 MODEL = "model: llama3_8b  # or one of: "  # of a recipe for any model
 DATA = ("data.name", "data.files")
 USUAL = (
-    "train.steps", "train.seq_len", "train.global_batch_size", "optim.lr", "lr_schedule.warmup_fraction",
+    "train.steps", "train.seq_len", "train.global_batch_size", "optim.lr", "lr_schedule.warmup_ratio",
     "passes.remat.policy", "eval.interval", "checkpoint.interval", "checkpoint.keep",
 )  # fmt: skip
 

@@ -10,9 +10,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from compiler_trainer.cli.table import parser
-from compiler_trainer.config.compose import CONF, as_user_errors, compose, search_path, to_config
+from compiler_trainer.config.compose import as_user_errors, compose, search_path, to_config
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.jobs import with_files
 from compiler_trainer.planning.plan import Question, plan, plan_all
 

@@ -13,8 +13,8 @@ import pytest
 
 from compiler_trainer.cli import app, ends
 from compiler_trainer.cli.command import main
-from compiler_trainer.config.compose import CONF
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.options import seconds
 from compiler_trainer.config.schema import OPS, Config, GroupConfig, LrScheduleConfig, OptimConfig, TrainConfig
 from compiler_trainer.sweep import point
@@ -67,7 +67,7 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
     (cfg,) = command()
     recipes = {
         "optim": OptimConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0, groups=NO_DECAY),
-        "lr_schedule": LrScheduleConfig("cosine", warmup_fraction=0.1, min_ratio=0.1),
+        "lr_schedule": LrScheduleConfig("cosine", warmup_ratio=0.1, min_ratio=0.1),
         "mesh": dataclasses.replace(Config().mesh, dp_shard=1),
         "train": TrainConfig(steps=400, global_batch_size=4),
         "run": cfg.run,

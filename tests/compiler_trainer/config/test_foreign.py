@@ -41,7 +41,7 @@ NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(GROUPS)})\.[a-z_][a-z_.0-9]*[a-z_
 NO_OPTIONS = {  # names of state, parameters, files, functions, and options of earlier versions
     "optim.step", "model.safetensors.index", "model.embed_tokens", "model.norm", "model.layers",
     "passes.ir.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
-    "passes.schedule.bucket_mib", "passes.schedule.ahead",
+    "passes.schedule.bucket_mib", "passes.schedule.ahead", "lr_schedule.warmup_fraction", "lr_schedule.decay_fraction",
 }  # fmt: skip
 FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")
 DENIALS = re.compile(r"there (?:is|are) no(?:ne)?\b[^;,:]*|[^;,:]* (?:is|are) not (?:computed|called|supported)\b[^;,:]*")
@@ -54,7 +54,6 @@ REFUSED = {  # beginning of a denial -> options that ask for the denied feature
     "there is no fp16": ["passes.cast.param_dtype=float16"],
     "matmuls are not computed in MXFP8 or NVFP4": ["passes.cast.float8=mxfp8"],
     "matmuls of experts are not computed in float8": ["passes.moe.fp8_grouped_mm=true"],
-    "there is no DoRA": ["model=hf", "model.path=FOLDER", "model.lora.use_dora=true"],
     "torch.compile is not called": ["train.torch_compile=true"],
     "there is none": ["run.push_to_hub=true"],
     "there is no PPO": ["loss=ppo"],
@@ -129,14 +128,14 @@ def test_what_a_message_denies_is_refused_and_no_feature(denial):
         ({"mesh": {"dp": 2}}, "mesh.dp: no such option; data parallelism is mesh.dp_shard"),
         ({"pipeline_model_parallel_size": 2}, "no such option; pipeline parallelism is mesh.pp"),
         ({"train": {"num_train_epochs": 3}}, "epochs as in train.steps=3epochs"),
-        ({"train": {"bf16": True}}, "mixed precision is passes.cast.param_dtype=bfloat16"),
+        ({"train": {"bf16": True}}, "mixed precision is train.precision=bf16"),
         ({"train": {"lr": 1e-4}}, "train.lr: no such option; the learning rate is optim.lr"),
         ({"learning_rate": 1e-4}, "learning_rate: no such option; the learning rate is optim.lr"),
-        ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and 'run.loggers="),
+        ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and run.loggers=[wandb]"),
         ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
         (
             {"train": {"dtype": "bf16"}},
-            "'bf16' is not one of float32, bfloat16; mixed precision is passes.cast.param_dtype=bfloat16 over",
+            "'bf16' is not one of float32, bfloat16; mixed precision is train.precision=bf16: compute in",
         ),
         (
             {"passes": {"cast": {"float8": "mxfp8"}}},

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.config.compose import CONF, compose, to_config
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.schema import AUTOMATIC, is_open, open_axes, with_placeholders
 from compiler_trainer.config.validate import validate
 from compiler_trainer.models.windowed import WindowedDecoder

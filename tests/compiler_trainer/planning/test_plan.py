@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from compiler_trainer.cli import app, outcome
 from compiler_trainer.cli.verbs.plan import question, varied_values
-from compiler_trainer.config.compose import CONF, compose, to_config
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import cluster_of, device_name, for_predicting
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.jobs import with_files
 from compiler_trainer.config.schema import (
     AUTO,

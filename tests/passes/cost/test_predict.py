@@ -18,9 +18,10 @@ from compiler_trainer import compile_step, models
 from compiler_trainer.cli import app
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.cluster import ByDtype, ClusterConfig
-from compiler_trainer.config.compose import CONF, compose
+from compiler_trainer.config.compose import compose
 from compiler_trainer.config.device import TABLES, balance_of, cluster_of, read
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import CONF
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import (
     CastConfig,

@@ -142,12 +142,11 @@ def by_share(model, batch):
     return total / (mask / mask.sum(0, keepdim=True).clamp(min=1)).sum()
 
 
-def used_twice(model, batch):
-    loss = llama_loss(model, batch)
-    return loss + loss * loss
+def squared(model, batch):
+    return llama_loss(model, batch).square()
 
 
-@pytest.mark.parametrize("loss", [by_class, by_share, used_twice, cut_after_flattening])
+@pytest.mark.parametrize("loss", [by_class, by_share, squared, cut_after_flattening])
 @pytest.mark.sample(1)
 def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     data, model = uneven(first=1), llama()
@@ -158,6 +157,42 @@ def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     assert not math.isclose(sum(parts) / 4, loss(model, fresh).item(), rel_tol=1e-6)
     (note,) = report_of(step)["notes"]
     assert "test_token_mean.py:" in note and "the loss has terms averaged over microbatches" in note
+
+
+def with_metrics(model, batch):
+    """Return a mean over labels, the same as a metric, its perplexity, and a mean over odd labels."""
+    loss, (odd, few) = llama_loss(model, batch), summed(model, batch, lambda labels: labels % 2 == 1)
+    nll = loss.detach()
+    return loss, {"nll": nll, "perplexity": nll.exp(), "halved": 0.5 * nll + 1.0, "odd": odd.detach() / few.sum()}
+
+
+def test_a_mean_is_whole_whatever_else_uses_it():
+    """A metric that is the loss, or a function of it, once made the loss a mean over microbatches."""
+    data, model = uneven(first=1), llama()
+    metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
+    step, result = train_lockstep(with_metrics, data, {"dp_shard": 2}, 4)
+    for ours, theirs in zip(result, metrics, strict=True):
+        assert ours["loss"] == ours["nll"] == pytest.approx(theirs["loss"], rel=SAME)
+        assert ours["halved"] == pytest.approx(0.5 * theirs["loss"] + 1.0, rel=SAME)
+    assert_same(step.state_dict(), state, SAME)
+    (note,) = report_of(step)["notes"]
+    assert "the metric has terms averaged over microbatches" in note and note.count("test_token_mean.py:") == 1
+    _, plain = with_metrics(model, data[0])
+    assert result[0]["odd"] == pytest.approx(plain["odd"].item(), rel=SAME)
+    assert not math.isclose(result[0]["perplexity"], plain["perplexity"].item(), rel_tol=1e-6)
+
+
+def used_twice(model, batch):
+    loss = llama_loss(model, batch)
+    return loss + loss * loss
+
+
+def test_a_function_of_a_mean_is_averaged_and_the_mean_itself_is_whole():
+    batch, model = uneven(first=1)[0], llama()
+    step = compile_lockstep(model, used_twice, batch, {"dp_shard": 2}, PLAIN, microbatches=4)
+    parts = [llama_loss(model, {key: value.chunk(4)[i] for key, value in batch.items()}).item() for i in range(4)]
+    expected = llama_loss(model, batch).item() + sum(part * part for part in parts) / 4
+    assert step(batch)["loss"] == pytest.approx(expected, rel=SAME)
 
 
 def balanced(model, batch):
@@ -252,7 +287,7 @@ def test_a_sum_of_more_terms_than_python_has_frames_is_taken_apart():
     total = x = tiny.input("x", Spec.whole(()))
     for _ in range(1500):  # one term per layer
         total = tiny.call(torch.ops.aten.add.Tensor, total, x)
-    assert list(terms(total)) == [x] * 1501
+    assert terms([total]) == [x]
 
 
 def squares_by(divisor):
