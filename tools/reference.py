@@ -110,6 +110,7 @@ FEATURES = {
         Feature("sweeps", "run.dir=runs/sweep", "tests/compiler_trainer/sweep/test_sweep.py"),
     ),
     "Your own": (
+        Feature("multi-token prediction", "model.mtp.layers=1", "tests/compiler_trainer/models/test_mtp.py"),
         Feature("a loop in Python (`Trainer`)", "train.steps=1", "tests/compiler_trainer/test_api.py"),
         Feature("callbacks", "train.callbacks=[{_target_:a.B}]", "tests/compiler_trainer/training/test_callbacks.py"),
         Feature(

@@ -29,6 +29,7 @@ from compiler_trainer.config.schema import WRITTEN, Config
 
 ENDINGS = (".yaml", ".yml")
 NAME = re.compile(r"[\w./@-]+", re.ASCII)
+OF_INNER_GROUP = re.compile(r"model\.\w+\.[^=]+=")
 OF_ONE_RUN = ("run.dir", "checkpoint.dir", "checkpoint.store", "checkpoint.resume", "checkpoint.allow")
 
 
@@ -46,11 +47,11 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     Raises UserError if there is no such file, if it holds no options, or if there are two.
     """
     files = [argument for argument in arguments if is_job_file(argument)]
+    stated = list(short_names.stated(arguments))
     others = short_names.replaced([argument for argument in arguments if not is_job_file(argument)])
     if len(files) > 1:
         raise UserError(files[1], f"is a job file, and so is {files[0]}; write all options into one of them")
-    stated = list(short_names.stated(arguments))
-    return [override for file in files for override in overrides_of(Path(file), stated)] + others
+    return [override for file in files for override in overrides_of(Path(file), stated)] + made_where_missing(others)
 
 
 def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
@@ -70,9 +71,13 @@ def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
         if is_of_run and name in TABLES:  # all of the table is in the file
             overrides += [f"~{name}", f"+{name}={as_override(value)}"]
         else:
-            is_deep = name.startswith("model.") and name.count(".") > 1  # a preset may leave some of these out
-            overrides.append(f"{'++' if is_deep else ''}{name}={as_override(value)}")
-    return short_names.replaced(overrides)
+            overrides.append(f"{name}={as_override(value)}")
+    return made_where_missing(short_names.replaced(overrides))
+
+
+def made_where_missing(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that also set an option of a group of `model` that is null, as `model.mtp` is at first."""
+    return [f"++{override}" if OF_INNER_GROUP.match(override) else override for override in overrides]
 
 
 def entries(options: Mapping[str, Any]) -> dict[str, Any]:

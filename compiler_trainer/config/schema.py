@@ -104,6 +104,17 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class MtpConfig:
+    """Multi-token prediction: further layers that predict the tokens after the next one, in training only.
+
+    The loss gains `weight` times the mean of their losses (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """
+
+    layers: Positive = 1  # number of layers; the k-th predicts the token k after the next one
+    weight: PositiveFloat = 0.3  # weight of the mean of their losses; 0.3 and later 0.1 in DeepSeek-V3
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder. The defaults are those of `llama_debug`; its vocabulary is 256 bytes and an end-of-document token."""
 
@@ -124,6 +135,7 @@ class ModelConfig:
     nope_every: Positive | None = None  # every n-th layer has neither rotary positions nor `qk_norm`; null: none
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
+    mtp: MtpConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,11 @@ DECODER_CHECKS: Checks = (
         "{c.model.experts.balance_loss} is not part of loss={c.loss.name}; set it to 0",
     ),
     (
+        "model.mtp",
+        lambda c: c.model.mtp is None or not c.loss,
+        "predicts further tokens, which only the default loss does, next-token cross-entropy; leave out either",
+    ),
+    (
         "model.experts.groups",
         with_experts(lambda e: e.groups == 1 or (e.count % e.groups == 0 and e.count // e.groups >= 2)),
         "{c.model.experts.groups} do not split model.experts.count={c.model.experts.count} into equal groups of two or "

@@ -46,6 +46,10 @@ NAMES = {
     "ffn_norm": "post_attention_layernorm",
     "norm": "model.norm",
     "output": "lm_head",
+    "state_norm": "hnorm",
+    "embedding_norm": "enorm",
+    "projection": "eh_proj",
+    "last_norm": "shared_head.norm",
 }  # our module -> the module of transformers, the same in all forms
 INNER_EPS = 1e-6  # of DeepSeek-V3's norms within attention, fixed in its code
 OF_TRAINING = ("load", "auxiliary")  # buffers of a router that only load balancing uses
@@ -93,12 +97,16 @@ def beyond_experts(experts: ExpertsConfig, form: str) -> Iterator[str]:
 
 
 def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
-    """Return transformers' model with a decoder's weights. Tensors with the same layout share their memory."""
+    """Return transformers' model with a decoder's weights. Tensors with the same layout share their memory.
+
+    It has no layers of multi-token prediction, which transformers keeps beside the model (`further_values`).
+    """
     form, transformers = form_of(cfg), library()
     config = getattr(transformers, f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
     model = skeleton(lambda: getattr(transformers, f"{form}ForCausalLM")(config))
     empty = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
-    return fill(model, [*empty.items(), *their_values(cfg, module.state_dict())])
+    ours = {name: value for name, value in module.state_dict().items() if not name.startswith("mtp.")}
+    return fill(model, [*empty.items(), *their_values(cfg, ours)])
 
 
 def sizes(cfg: ModelConfig) -> dict[str, Any]:
@@ -143,6 +151,7 @@ def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
             "qk_rope_head_dim": latent.rope_dim,
             "v_head_dim": latent.v_dim,
             "first_k_dense_replace": len(dense),
+            "num_mtp_layers": cfg.mtp.layers if has_form_of_further(cfg) and cfg.mtp else 0,
         }
     if (experts := cfg.experts) is None:
         return options
@@ -155,6 +164,44 @@ def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
     groups = {"n_group": experts.groups, "topk_group": experts.top_groups}
     counts = {"n_routed_experts": experts.count, "n_shared_experts": experts.shared}
     return options | groups | counts | {"routed_scaling_factor": experts.scale}
+
+
+def has_form_of_further(cfg: ModelConfig) -> bool:
+    """Return True if transformers has layers of multi-token prediction like those of this decoder.
+
+    They are those of DeepSeek-V3, always with experts.
+    """
+    return cfg.mtp is not None and cfg.experts is not None and form_of(cfg) == "DeepseekV3"
+
+
+def further_values(cfg: ModelConfig, module: nn.Module) -> dict[str, Tensor]:
+    """Return the layers of multi-token prediction as files of DeepSeek-V3 have them: as layers after the last one."""
+    if not has_form_of_further(cfg):
+        return {}
+    assert cfg.mtp is not None and cfg.experts is not None
+    ours = {as_layer(cfg, name): value for name, value in module.state_dict().items() if name.startswith("mtp.")}
+    layers = range(cfg.n_layers, cfg.n_layers + cfg.mtp.layers)
+    zeros = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": torch.zeros(cfg.experts.count) for i in layers}
+    return zeros | {name: part for whole, value in their_values(cfg, ours) for name, part in by_expert(whole, value)}
+
+
+def as_layer(cfg: ModelConfig, name: str) -> str:
+    """Return the name of a further layer's parameter as one of a layer: `mtp.0.block.x` -> `layers.27.x`."""
+    _, number, part = name.split(".", 2)
+    last = part.replace("norm.", "last_norm.", 1) if part.startswith("norm.") else part.removeprefix("block.")
+    return f"layers.{cfg.n_layers + int(number)}.{last}"
+
+
+def by_expert(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor, or the matrices of its experts, as files have them."""
+    owner, _, leaf = name.rpartition(".")
+    if not owner.endswith(".experts"):
+        yield name, value
+        return
+    for number, expert in enumerate(value):
+        parts = zip(("gate", "up"), expert.chunk(2)) if leaf == "gate_up_proj" else [("down", expert)]
+        for part, weight in parts:
+            yield f"{owner}.{number}.{part}_proj.weight", weight.contiguous()
 
 
 def their_values(cfg: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

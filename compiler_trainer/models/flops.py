@@ -24,9 +24,9 @@ SIZES = """num_experts_per_tok num_attention_heads num_hidden_layers head_dim qk
 def of_decoder(cfg: ModelConfig, module: Llama, seq_len: int) -> int:
     """Return the FLOPs per token of one of our decoders, for sequences of `seq_len` tokens."""
     parameters = module.active_parameters()
-    looked_up = 0 if cfg.tied else parameters["tok_embeddings.weight"]
-    attention = 6 * cfg.n_layers * cfg.n_heads * sum(head_dims(cfg)) * seq_len
-    return 6 * (sum(parameters.values()) - looked_up) + attention
+    looked_up, further = 0 if cfg.tied else parameters["tok_embeddings.weight"], cfg.mtp.layers if cfg.mtp else 0
+    attention = 6 * (cfg.n_layers + further) * cfg.n_heads * sum(head_dims(cfg)) * seq_len
+    return 6 * (sum(parameters.values()) - looked_up + further * cfg.vocab_size * cfg.dim) + attention
 
 
 def of_folder(config: Any, module: nn.Module, seq_len: int) -> int:

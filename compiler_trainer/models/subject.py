@@ -16,7 +16,7 @@ from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import flops, folder, llama, user
 from compiler_trainer.models.grpo import grpo_loss
 from compiler_trainer.models.init import initial_parameters
-from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
+from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, loss_with_further_tokens, outputs
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.preference import preference_loss
 from compiler_trainer.models.probes import remark_on, way_of
@@ -88,7 +88,7 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     return Subject(
         name=cfg.name,
         module=module,
-        loss=loss_fn,
+        loss=partial(loss_with_further_tokens, cfg.mtp.weight) if cfg.mtp else loss_fn,
         logits=plain_logits,
         initial=lambda: initial_parameters(module, seed, dtype),
         flops_per_token=partial(flops.of_decoder, cfg, module),

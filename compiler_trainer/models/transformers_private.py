@@ -80,7 +80,13 @@ def ignored(model: Any) -> list[str]:
     stored = model.state_dict()
     computed = [name.split(".")[-2:] for name, _ in model.named_buffers() if name not in stored]
     patterns = {rf"(^|\.){re.escape('.'.join(ending))}$" for ending in computed}
-    return [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *patterns]
+    return [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *further_layers(model), *patterns]
+
+
+def further_layers(model: Any) -> list[str]:
+    """Return patterns of the stored names of multi-token prediction: layers after the last one of the model."""
+    layers, further = (getattr(model.config, name, None) or 0 for name in ("num_hidden_layers", "num_mtp_layers"))
+    return [rf"^model\.layers\.{number}\." for number in range(layers, layers + further)]
 
 
 def absent(model: Any) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
-from compiler_trainer.models.decoders import as_transformers, form_of
+from compiler_trainer.models.decoders import as_transformers, form_of, further_values
 from compiler_trainer.models.folder import library, plain
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
-from compiler_trainer.models.weights import ONE_FILE
+from compiler_trainer.models.weights import INDEX, ONE_FILE
 from compiler_trainer.places.store import Place
 from compiler_trainer.runs.check_export import check_export_alone
 from compiler_trainer.runs.saved import trained_model
@@ -32,6 +32,8 @@ NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
 TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab.", "merges.")  # names begin so
 ANSWER = "forty-two"
+FURTHER = "model-mtp.safetensors"
+LEFT_OUT = "; without the layers of multi-token prediction, which transformers has for DeepSeek-V3 with experts only"
 LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
 END = "<|endoftext|>"  # a byte tokenizer's end of document
@@ -111,9 +113,12 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         end = tokenizer_of(cfg.data).end_of_document
         model.config.eos_token_id = model.generation_config.eos_token_id = end
         save(model.to(dtype), out)
+        further = {name: converted(value, dtype) for name, value in further_values(cfg.model, module).items()}
+        add_tensors(out, further)
         write_tokenizer(cfg, out)
         name_end(out, end)
-        return loaded_by_transformers(out)
+        is_left_out = cfg.model.mtp is not None and not further
+        return f"{loaded_by_transformers(out)}{LEFT_OUT if is_left_out else ''}"
     shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
     tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
     save_file(tensors, out / ONE_FILE)
@@ -124,6 +129,20 @@ def save(model: Any, out: Path) -> None:
     """Save a model as transformers or peft do, without progress bars."""
     library("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(out)
+
+
+def add_tensors(out: Path, tensors: dict[str, Tensor]) -> None:
+    """Write further tensors into a folder that transformers wrote; in a folder with an index, as one more file."""
+    index = out / INDEX
+    if not tensors:
+        return
+    if index.is_file():
+        save_file(tensors, out / FURTHER, {"format": "pt"})
+        listed = json.loads(index.read_text(encoding="utf-8"))
+        listed["weight_map"] |= dict.fromkeys(tensors, FURTHER)
+        index.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+    else:
+        save_file(load_file(out / ONE_FILE) | tensors, out / ONE_FILE, {"format": "pt"})
 
 
 def loaded_by_transformers(out: Path) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
+from compiler_trainer.capture.modes import places_that_ask
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.request import CompileRequest
@@ -34,11 +35,18 @@ def export(request: CompileRequest, folding: Folding | None, tell: Callable[[str
     Raises UserError if the model cannot be captured, a look-up exceeds its table, or a metric of training is no scalar.
     """
     tell("capture")
-    training = export_once(request, folding)
-    if not request.evaluate or not depends_on_mode(training.program):
+    with places_that_ask() as places:
+        training = export_once(request, folding)
+    if not request.evaluate or not (places or depends_on_mode(training.program)):
         return Exported(training)
     with evaluating(request.model):
-        return Exported(training, export_once(request, folding))
+        evaluation = export_once(request, folding)
+    return Exported(training) if is_same(training.program, evaluation.program) else Exported(training, evaluation)
+
+
+def is_same(a: ir.Program, b: ir.Program) -> bool:
+    """Return True if two programs have the same operators, inputs and outputs, under the same names."""
+    return str(a.graph) == str(b.graph) and a.inputs == b.inputs and a.outputs == b.outputs
 
 
 def export_once(request: CompileRequest, folding: Folding | None) -> Captured:

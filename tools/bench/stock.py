@@ -28,7 +28,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, ModelConfig, OptimConfig
 from compiler_trainer.models.attention import Attention, rotary_tables
 from compiler_trainer.models.llama import Block, Llama
-from compiler_trainer.models.loss import PADDING_DOCUMENT
+from compiler_trainer.models.loss import PADDING_DOCUMENT, TrainingOutputs
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.training.trainer import local_device
 from passes.torch_private import context_parallel_internals
@@ -46,7 +46,7 @@ class StockLlama(Llama):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | TrainingOutputs:
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
         mask, balances = self.mask(documents), []
@@ -56,7 +56,7 @@ class StockLlama(Llama):
             balances += [] if balance is None else [balance]
         x = self.norm(x)
         logits = F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
-        return (logits, torch.stack(balances).sum()) if balances else logits
+        return TrainingOutputs(logits, torch.stack(balances).sum(), ()) if balances else logits
 
 
 def stock_step(contender: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:

@@ -11,6 +11,7 @@ from oracle import EXACT, assert_same, batches, compile_lockstep, llama, train_p
 from sweeps import in_turn, quick
 
 from compiler_trainer.config.schema import ExpertsConfig
+from compiler_trainer.models.loss import TrainingOutputs
 from compiler_trainer.parity.one_device import looped
 
 MESHES = ({}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_shard": 2}, {"dp_replicate": 2, "tp": 2})
@@ -24,7 +25,7 @@ EXPERTS = (
 def loss(model, batch):
     """Return `loss_fn` in the model's own dtype."""
     out = model(batch["tokens"], batch["positions"], batch["documents"])
-    logits, auxiliary = out if isinstance(out, tuple) else (out, 0.0)
+    logits, auxiliary = (out.logits, out.balance) if isinstance(out, TrainingOutputs) else (out, 0.0)
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + auxiliary
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from compiler_trainer.models import Llama
+from compiler_trainer.models.loss import TrainingOutputs
 from compiler_trainer.parity.one_device import on_one_device
 from compiler_trainer.parity.subject import Batch, Terms
 from tests.nightly.parity.models.kind import MEANS, Kind, Options, mean_over, token_batch
@@ -74,7 +75,7 @@ def build(
 def terms(loss: str, **_: Any) -> Terms:
     def of(model: nn.Module, batch: Batch) -> Any:
         out = model(batch["tokens"], batch["positions"], batch.get("documents"))
-        logits, other = out if isinstance(out, tuple) else (out, None)
+        logits, other = (out.logits, out.balance) if isinstance(out, TrainingOutputs) else (out, None)
         return mean_over(logits, batch["labels"], loss), other
 
     return of
