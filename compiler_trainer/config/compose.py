@@ -104,6 +104,8 @@ def no_option(name: str) -> UserError:
     group, _, key = name.rpartition(".")
     if name in GOES_WITH:
         return UserError(name, GOES_WITH[name])
+    if group in every_name():
+        return UserError(name, f"no such option; {group} is a single value: write {group}=VALUE")
     elsewhere = [other for other in every_name() if other.rpartition(".")[2] == key]
     if elsewhere and not foreign.answer(key):
         return UserError(name, f"no such option; there is {' and '.join(elsewhere[:3])}")

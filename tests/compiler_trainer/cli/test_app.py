@@ -78,6 +78,11 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
 DOCUMENTS = "model.attention=documents"
 PAIRS = ("data=text", "data.files=[a]", "data.tokenizer=T", "data.chat=true", "data.pairs=true", DOCUMENTS)
 
+ROLLOUTS = (
+    "data=prompts", "loss=grpo", "data.prompts=[a.jsonl]", "rewards=[my.right]", "data.eval_fraction=0", "eval.interval=null",
+    "train.global_batch_size=8", DOCUMENTS,
+)  # fmt: skip
+
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 @pytest.mark.sample(4)
@@ -89,10 +94,12 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "tokens": "data.tokens=folder",
         "hf": "model.path=folder",
         **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "kto"), PAIRS),
+        **dict.fromkeys(("prompts", "grpo"), ROLLOUTS),
         "custom": f"{group}._target_=my.Own",
     }
     further = needed.get(choice, ())
-    (cfg,) = command(f"{group}={choice}", *([further] if isinstance(further, str) else further))
+    own = f"{group}={choice}"
+    (cfg,) = command(own, *(option for option in ([further] if isinstance(further, str) else further) if option != own))
     chosen = getattr(cfg, group)
     if choice == "cross_entropy":
         assert chosen == {}
@@ -184,8 +191,8 @@ def test_other_ranks_of_a_sweep_leave_its_folder_to_rank_0(command, monkeypatch,
 REFUSED = [
     (["modle=x"], "modle: no such option; did you mean 'model'?"),
     (["mesh.tpp=2"], "mesh.tpp: no such option; did you mean 'tp'?"),
-    (["mesh.tp.x=2"], "mesh.tp.x: no such option"),
-    (["mesh=2"], "mesh: 2 is not a group of options; it has pp, dp_replicate, dp_shard, cp, tp, ep"),
+    (["mesh.tp.x=2"], "mesh.tp.x: no such option; mesh.tp is a single value: write mesh.tp=VALUE"),
+    (["mesh=2"], "mesh: 2 is not a group of options; it has pp, dp_replicate, dp_shard, cp, tp, ep; write mesh.OPTION=VALUE"),
     (["mesh.dp_shard=3"], "mesh: dp_shard=3 needs 3 ranks, not 1; change mesh.dp_shard or start 3 ranks"),
     (["mesh.ep=2"], "mesh.ep: size is 2, experts are spread over the ranks of other axes; there is one rank"),
     (["+optim.lrr=2"], "optim.lrr: no such option; did you mean 'lr'?"),

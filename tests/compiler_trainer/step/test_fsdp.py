@@ -32,19 +32,20 @@ N_LAYERS = 2
 
 
 @functools.cache
-def plain(optim: str = "adamw", microbatches: int = 1, tied: bool = False):
+def plain(optim: str = "adamw", microbatches: int = 1, tied: bool = False, kv_heads: int = 1):
     """Return metrics and parameters after three steps on one device."""
     rows = 4 if microbatches > 1 else 5
     how = ADAMW if optim == "adamw" else {"name": "sgd", "momentum": 0.9}
-    return train_plainly(llama(N_LAYERS, tied=tied), llama_loss, batches(rows=rows), how, microbatches)
+    return train_plainly(llama(N_LAYERS, tied=tied, n_kv_heads=kv_heads), llama_loss, batches(rows=rows), how, microbatches)
 
 
-def trained(mesh: dict[str, int], microbatches: int = 1, tied: bool = False, **passes):
+def trained(mesh: dict[str, int], microbatches: int = 1, tied: bool = False, kv_heads: int = 1, **passes):
     """Return the step after three steps, which equal those of one device."""
     data = batches(rows=4 if microbatches > 1 else 5)
-    step = compile_lockstep(llama(N_LAYERS, tied=tied), llama_loss, data[0], mesh, ADAMW, microbatches=microbatches,
+    model = llama(N_LAYERS, tied=tied, n_kv_heads=kv_heads)
+    step = compile_lockstep(model, llama_loss, data[0], mesh, ADAMW, microbatches=microbatches,
                             passes={"verify": "spec", **passes})
-    metrics, state = plain(microbatches=microbatches, tied=tied)
+    metrics, state = plain(microbatches=microbatches, tied=tied, kv_heads=kv_heads)
     for ours, theirs in zip(train_step(step, data), metrics, strict=True):
         assert_same(ours, theirs, 1e-9)
     assert_same(step.state_dict(), state, 1e-8)
@@ -66,9 +67,12 @@ def test_it_trains_as_one_device_does(mesh):
     trained(mesh)
 
 
-@pytest.mark.parametrize("method", quick(["ring", "all_gather", "ulysses", "hybrid"], 2))
-def test_whatever_attention_does_over_the_sequence(method):
-    trained({"cp": 2, "dp_shard": 2}, context={"method": method})
+@pytest.mark.parametrize(("method", "mesh", "kv_heads"), quick([
+    ("ring", {"cp": 2, "dp_shard": 2}, 1), ("all_gather", {"cp": 2, "dp_shard": 2}, 1),
+    ("ulysses", {"cp": 2, "dp_shard": 2}, 1), ("hybrid", {"cp": 4}, 2),
+], 2), ids=str)
+def test_whatever_attention_does_over_the_sequence(method, mesh, kv_heads):
+    trained(mesh, kv_heads=kv_heads, context={"method": method})
 
 
 @pytest.mark.parametrize("options", quick([
