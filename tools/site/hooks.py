@@ -21,6 +21,7 @@ SECTIONS = {  # the tables of docs/README.md; its paragraphs name their section 
 RANKS = {"Start": 4, "Guides": 4, "Troubleshooting": 4, "Reference": 2, "Measured": 0.5}  # of a section in the search
 HEAD = re.compile(r"^(?:\| ([^|]+) \| page \||\*\*([^*]+):\*\*)", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)\)")  # no anchor: those lead to a part of a page that is listed elsewhere
+API = re.compile(r"^<!-- api\n(.*?)\n-->$", re.MULTILINE | re.DOTALL)  # public names; a comment on GitHub
 TARGET = re.compile(r"\]\(([^)#\s]+)")
 
 Nav = list[dict[str, "str | Nav"]]
@@ -40,9 +41,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_read_source(page: Page, config: MkDocsConfig) -> str:
-    """Return the text of a page after its rank in the search, which its section determines."""
+    """Return the text of a page after its rank in the search, which its section determines, with its docstrings."""
     rank = RANKS.get(page.parent.title, 1) if page.parent else 1
-    return f"---\nsearch: {{boost: {rank}}}\n---\n{page.file.content_string}"
+    text = API.sub(lambda match: "\n".join(map(directive, match[1].splitlines())), page.file.content_string)
+    return f"---\nsearch: {{boost: {rank}}}\n---\n{text}"
+
+
+def directive(line: str) -> str:
+    """Return the directive of mkdocstrings for a line such as `compiler_trainer.api.Trainer: train, stop`."""
+    name, members = line.split(":")
+    return f"::: {name}\n    options:\n      members: [{members.strip()}]\n"
 
 
 def pages() -> set[Path]:
