@@ -11,7 +11,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-quick test-full test-release lint pages clean
+.PHONY: help venv train test test-quick test-full test-release lint pages site clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -54,6 +54,9 @@ lint: $(STAMP) ## check style and types
 pages: $(STAMP) ## render the pictures and tables of the documentation anew (needs Chromium)
 	$(BIN)/python -m tools.reference
 	$(BIN)/python -m tools.screens
+
+site: $(STAMP) ## build the documentation as a searchable site in build/site, which needs no server
+	$(BIN)/mkdocs build -f tools/site/mkdocs.yml
 
 clean: ## remove environments and caches, not runs/
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,13 +33,21 @@ LISTS = ("callbacks", "loggers", "extra")  # options that list targets
 class Trainer:
     """Trains a model as the command line does with the same options: see docs/guides/your-loop.md.
 
-    `model` is a plain module with its initial weights, or the options of `model=...`. `loss` is a function of (model,
-    batch), by default the cross-entropy of next tokens. `data` is a dataset of sequences, or the options of `data=...`.
-    The other options are groups: a mapping, or the name of a choice (`optim={"name": "muon", "lr": 1e-3}`,
-    `recipe="pretrain"`). Each `_target_` may be the object itself. `rewards`, with the loss `grpo`, are functions of
-    (records, answers), or their dotted names.
+    Under torchrun every rank creates the same trainer. Each `_target_` in a group may be the object itself.
 
-    Under torchrun every rank creates the same trainer. Raises UserError on bad options.
+    Args:
+        model: a plain module with its initial weights, the name of a preset, or the options of `model=...`.
+        loss: a function of (model, batch) that returns a 0-d tensor, or one and a dict of metrics. By default the
+            cross-entropy of the next tokens.
+        data: a dataset whose samples are dicts of tensors, or the options of `data=...`.
+        callbacks: objects that the run calls, or mappings with a `_target_` and its arguments.
+        loggers: objects that get the metrics of rank 0, or mappings with a `_target_` and its arguments.
+        rewards: functions of (records, answers) to numbers, or their dotted names; for the loss `grpo`.
+        options: groups of options, each a mapping or the name of a preset: `optim={"name": "muon", "lr": 1e-3}`,
+            `recipe="pretrain"`.
+
+    Raises:
+        UserError: an option is unknown or has a bad value.
     """
 
     def __init__(
@@ -67,10 +75,13 @@ class Trainer:
         self.reason = ""  # to stop
 
     def train(self) -> float:
-        """Train to the end; return the last validation loss, or without evaluation the last loss.
+        """Train to the end; return the last validation loss in nats per token, or without evaluation the last loss.
 
-        With `run.dry` it returns the milliseconds of a step. Raises UserError with nothing written on bad input, and
-        SystemExit if a signal or `run.time_limit` ends training.
+        With `run.dry` it returns the predicted milliseconds of a step.
+
+        Raises:
+            UserError: the input is bad; nothing is written.
+            SystemExit: a signal or `run.time_limit` ended training.
         """
         self.run = None
         stop_ranks()  # of an earlier call, with the connections of its groups
@@ -82,7 +93,11 @@ class Trainer:
         return result
 
     def stop(self, reason: str = "Trainer.stop() was called") -> None:
-        """End training after the current step, or the first one, with a checkpoint; any thread may call this."""
+        """End training after the current step, or the first one, with a checkpoint; any thread may call this.
+
+        Args:
+            reason: the text that the run prints and logs.
+        """
         self.reason = reason
         if self.run is not None:
             self.run.stop(reason)
@@ -93,7 +108,11 @@ class Trainer:
         return Path(self.run.cfg.run.dir if self.run else self.cfg.run.dir)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return trained parameters and buffers in full, by the model's names; every rank calls it after `train`."""
+        """Return trained parameters and buffers in full, by the model's names; every rank calls it after `train`.
+
+        Raises:
+            RuntimeError: `train` has not been called.
+        """
         if self.run is None:
             raise RuntimeError("there is no trained state: call train() first")
         return self.run.state_dict()

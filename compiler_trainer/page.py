@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
-BLUE, ORANGE = "#3465a4", "#ce5c00"
+BLUE, ORANGE = "#5b8fd9", "#e0a04a"
+COLOURS = (BLUE, "#d9655b", ORANGE, "#8a7fd0", "#5fb3a1", "#c77dbb", "#8fae5d")  # those of the page of inspect
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+LOOK = Path(__file__).with_name("look.css")
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --text: #222; --quiet: #666; --back: #fff; --line: #ddd; --link: #1a5fb4 }}
-:root {{ --failed: #fbe9e7; --best: #fdf0e2 }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --text: #dde3ea; --quiet: #8d98a6; --back: #14181e; --line: #303843; --link: #7db3f5 }}
-  :root {{ --failed: #3d1d1f; --best: #3a2a17 }}
-}}
-* {{ box-sizing: border-box }}
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 1.5em auto; padding: 0 20px; max-width: 1320px }}
-body {{ color: var(--text); background: var(--back); overflow-wrap: anywhere }}
-h1 {{ font-size: 26px; margin: 0 0 .4em }} h2 {{ font-size: 19px; margin: 1.4em 0 .4em }}
-figure {{ margin: 0; min-width: 0 }} figcaption {{ color: var(--quiet) }} figcaption b {{ color: var(--text) }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); gap: 20px 16px; margin: 1em 0 }}
+{look}
+body {{ margin: 0 auto; padding: 0 20px 20px; max-width: 1320px; overflow-wrap: anywhere }}
+h1 {{ font-size: 19px; margin: 0 -20px 14px; padding: 10px 20px; border-bottom: 1px solid var(--line) }}
+h2 {{ font-size: 15px; margin: 22px 0 8px }}
+figure {{ margin: 0; min-width: 0; border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px }}
+figcaption {{ color: var(--quiet) }} figcaption b {{ color: var(--text) }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); gap: 14px; margin: 14px 0 }}
 .plots .wide {{ grid-column: 1 / -1 }}
-.table {{ overflow-x: auto; margin: 1em 0; overflow-wrap: normal }}
+.table {{ overflow-x: auto; margin: 14px 0; overflow-wrap: normal }}
 .table::-webkit-scrollbar {{ height: 10px }} .table::-webkit-scrollbar-thumb {{ background: var(--line) }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .2em .7em; border-bottom: 1px solid var(--line); text-align: right }}
-th {{ vertical-align: bottom }} .words td, .words th {{ text-align: left }}
-a {{ color: var(--link) }} pre {{ overflow-x: auto }}
-.best td {{ background: var(--best); font-weight: 600 }} .failed td {{ background: var(--failed) }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100% }}
+th, td {{ padding: 4px 0 4px 12px; border-bottom: 1px solid var(--line); text-align: right }}
+th {{ vertical-align: bottom; font-weight: 500; color: var(--quiet) }} .words td, .words th {{ text-align: left }}
+pre {{ overflow-x: auto }}
+.best td {{ background: var(--chosen); font-weight: 600 }} .failed td {{ background: var(--removed) }}
 .running td {{ color: var(--quiet) }}
 </style>
 <script>{script}</script>
@@ -41,6 +40,7 @@ a {{ color: var(--link) }} pre {{ overflow-x: auto }}
 <script>
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function paint() {{
+  document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
   const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
   for (const plot of document.querySelectorAll(".js-plotly-plot")) {{
     const colours = {{ paper_bgcolor: of("--back"), plot_bgcolor: of("--back"), "font.color": of("--text") }};
@@ -58,13 +58,14 @@ dark.addEventListener("change", paint);
 
 def page(title: str, body: str) -> str:
     """Return a full page; `body` is HTML."""
-    return PAGE.format(title=html.escape(title), script=get_plotlyjs(), body=body)
+    look = LOOK.read_text(encoding="utf-8")
+    return PAGE.format(title=html.escape(title), look=look, script=get_plotlyjs(), body=body)
 
 
 def figure_html(plot: go.Figure, title: str = "", sentence: str = "", wide: bool = False) -> str:
     """Return a plot with its title and a caption; the plot is as wide as its container."""
-    margin = {"l": 20, "r": 20, "t": 10, "b": 20}
-    plot.update_layout(template="plotly_white", margin=margin)
+    margin, font = {"l": 20, "r": 20, "t": 10, "b": 20}, {"family": "system-ui, sans-serif", "size": 12}
+    plot.update_layout(template="plotly_white", margin=margin, font=font, colorway=COLOURS, legend=LEGEND)
     plot.update_xaxes(automargin=True).update_yaxes(automargin=True)
     plot_html = plot.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
     caption = f"<figcaption><b>{html.escape(title)}</b> {html.escape(sentence)}</figcaption>"

@@ -1,4 +1,4 @@
-"""Hooks for all tests: a shared folder of compiled kernels, so that one test loads the kernels another compiled."""
+"""Hooks for all tests: a shared folder of compiled kernels, so that one test loads the kernels another compiled. A browser."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import gc
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
+from browser import CHROMIUM, FLAGS
 
 _kernels = pytest.StashKey[tempfile.TemporaryDirectory]()
 
@@ -67,3 +69,14 @@ def pytest_terminal_summary(terminalreporter) -> None:
     reports = [r for group in ("passed", "failed") for r in terminalreporter.getreports(group)]
     for line in sorted({value for r in reports for key, value in r.user_properties if key == "counted"}):
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """Start Chromium once."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()

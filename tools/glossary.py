@@ -67,7 +67,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def link(where: str) -> str:
     """Return a link from the page to another page, or to a file of the code."""
     base = "../" if where.endswith(".md") else "../../"
-    return f"[{where.rsplit('/', 1)[1]}]({base}{where})"
+    name = where.rsplit("/", 1)[1]
+    return f"[{name.removesuffix('.md').replace('-', ' ')}]({base}{where})"
 
 
 def stages() -> list[tuple[str, ...]]:

@@ -168,9 +168,18 @@ def section(group: Group) -> str:
     choices = choices_of(group.name)
     intro = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
     rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
-    about = " ".join(group.about.split())
+    about = " ".join(group.about.split()) if group.name else "These belong to no group."
     head = "| option | takes | default | |\n|---|---|---|---|"
-    return f"## {group.name or 'loss'}\n\n{about}\n\n{intro}{head}\n{rows}\n"
+    return f"## {title(group)}\n\n{about}\n\n{intro}{head}\n{rows}\n"
+
+
+def title(group: Group) -> str:
+    """Return a group's name, with the choice that it belongs to if several groups have the same name."""
+    if not group.name:
+        return "Other options"
+    first = group.options[0]
+    choice = {"loss.name": first.takes, "model.path": "hf"}.get(first.name)
+    return f"{group.name}={choice}" if choice else group.name
 
 
 def default(option: Option) -> str:

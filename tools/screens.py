@@ -1,12 +1,16 @@
-"""The pictures of the documentation, from small runs: `make pages`.
+"""The pictures of the documentation, from small runs, each with its text: `make pages`.
 
-python -m tools.screens                  writes docs/pages/*.png python -m tools.screens --keep FOLDER    keeps the runs
-and uses them again
+    python -m tools.screens                  # writes docs/pages/*.png and *.txt
+    python -m tools.screens --keep FOLDER    # keeps the runs and uses them again
+
+Tests make the same runs and compare the texts, so that no picture shows words that a page no longer has.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +20,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 PAGES = Path(__file__).resolve().parents[1] / "docs/pages"
-SIZE = {"width": 1280, "height": 760}
+SIZE, PIXELS = {"width": 1280, "height": 760}, 2  # of a window, and per unit of it
+HUES = 64  # colours of a picture: a third of the bytes, and no difference to see
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+# Numbers with their units, which differ between machines, and node names after their operators. Commits.
+VARIES = re.compile(r"commit \w+|\d+(?:[.,]\d+)*(?: ?(?:[KMGTP]i?B|[KMGTP]?B|[KMGTPE]|GFLOP/s|MFLOP/s|ms|µs|s)\b)?")
+TICKS = re.compile(r"(?:^0k?\n)+", re.MULTILINE)
 SMALL = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=192",
          "train.seq_len=64", "lower.backend=eager", "checkpoint.interval=null")
 
@@ -61,7 +71,10 @@ def main() -> None:
     args = parser.parse_args()
     with folder_of(args.keep) as folder, browser() as chromium:
         for name in args.only or SCREENS:
-            take(chromium, made(folder, SCREENS[name].run), SCREENS[name], PAGES / f"{name}.png")
+            page = opened(chromium, made(folder, SCREENS[name].run), SCREENS[name])
+            picture(page, PAGES / f"{name}.png")
+            (PAGES / f"{name}.txt").write_text(text_of(page))
+            page.close()
             print(PAGES / f"{name}.png", flush=True)
 
 
@@ -104,9 +117,9 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-def take(chromium: Any, run: Path, screen: Screen, file: Path) -> None:
-    """Open a page and take its picture."""
-    page = chromium.new_page(viewport=SIZE)
+def opened(chromium: Any, run: Path, screen: Screen) -> Any:
+    """Return the page of a run, at the address of a picture; raise SystemExit if its search finds nothing."""
+    page = chromium.new_page(viewport=SIZE, device_scale_factor=PIXELS)
     page.goto(f"file://{run.resolve() / screen.page}")
     if screen.page == "inspect.html":
         page.wait_for_selector("body[data-ready]")
@@ -115,10 +128,24 @@ def take(chromium: Any, run: Path, screen: Screen, file: Path) -> None:
     if screen.search:
         page.locator("input[type=search]").first.fill(screen.search)
         if page.locator("#lines .row").count() == 0:
-            raise SystemExit(f"{file.name}: nothing is found for {screen.search!r}")
+            raise SystemExit(f"{run}: nothing is found for {screen.search!r}")
+    return page
+
+
+def picture(page: Any, file: Path) -> None:
+    """Write the picture of a page, in its most frequent colours."""
     page.wait_for_timeout(1500)  # drawings fade in
-    page.screenshot(path=str(file))
-    page.close()
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    counts: list[Any] = image.getcolors(image.width * image.height) or []
+    frequent = sorted(counts, reverse=True)[:HUES]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([channel for _, colour in frequent for channel in colour])
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(file, optimize=True)
+
+
+def text_of(page: Any) -> str:
+    """Return the visible text of a page, with 0 for a number and for all numbers of an axis."""
+    return TICKS.sub("0\n", VARIES.sub("0", page.inner_text("body"))).strip() + "\n"
 
 
 if __name__ == "__main__":

@@ -90,9 +90,21 @@ def bisect(
 ) -> Finding | None:
     """Return the first pass and node at which numbers change, become infinite or cannot be computed, if any.
 
-    Everything runs in the given dtypes: use a float64 model and a small batch. `passes` may be options or a pipeline.
-    `tell` is called with the memory needed, and at the beginning of each pass. Raises UserError if the input is
-    refused.
+    Everything runs on the CPU in the given dtypes: use a float64 model and a small batch.
+
+    Args:
+        model: a module for one device.
+        loss_fn: a function of (model, batch), as for `compile_step`.
+        batch: a global batch.
+        mesh: sizes of the axes; one rank by default. `pp` must be 1.
+        passes: options of the group `passes`, or a pipeline of passes.
+        optim: options of the group `optim`.
+        microbatches: the number of parts into which the first dim of the batch is split.
+        seed: the key of random operators.
+        tell: a function that gets the memory needed, and the name of each pass that begins.
+
+    Raises:
+        UserError: the input is refused.
     """
     update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
     parts = [one_microbatch(batch, microbatches, number) for number in range(microbatches)]

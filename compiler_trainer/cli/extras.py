@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
 
 EXTRAS = {"plotly": "plots", "scipy": "budget", "submitit": "sweep"}
 
@@ -12,4 +13,4 @@ def not_installed(error: ModuleNotFoundError) -> UserError:
     name = (error.name or "").partition(".")[0]
     if name not in EXTRAS:
         raise error
-    return UserError(name, f"is not installed, but needed here; pip install 'compiler-trainer[{EXTRAS[name]}]'")
+    return UserError(name, f"is not installed, but needed here; {install(EXTRAS[name])}")

@@ -26,6 +26,7 @@ from jinja2.parser import Parser
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
 from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, Message, one_line, text_of
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
@@ -266,8 +267,8 @@ def renderer() -> Any:
     try:
         return import_module("transformers.utils.chat_template_utils").render_jinja_template
     except ImportError as error:
-        fix = "pip install 'compiler-trainer[hf]'"
-        raise UserError("data.chat", f"chat templates need transformers, which is missing ({error}); {fix}") from error
+        problem = f"chat templates need transformers, which is missing ({error})"
+        raise UserError("data.chat", f"{problem}; {install('hf')}") from error
 
 
 class ChatTemplate:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
 from compiler_trainer.data import ids
 from compiler_trainer.data.formats import columns_of, from_json, from_object, from_table_row, parse
 from compiler_trainer.data.ids import find_index
@@ -425,7 +426,7 @@ def library() -> Any:
     try:
         return import_module("datasets")
     except ImportError as error:
-        raise UserError("data", f"hf_dataset needs datasets ({error}); pip install 'compiler-trainer[hf]'") from error
+        raise UserError("data", f"hf_dataset needs datasets ({error}); {install('hf')}") from error
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
@@ -289,8 +290,8 @@ def library() -> Any:
     try:
         return import_module("transformers")
     except ImportError as error:
-        problem = f"its folder is read by transformers, which is missing ({error}); pip install 'compiler-trainer[hf]'"
-        raise UserError("data.tokenizer", problem) from error
+        problem = f"its folder is read by transformers, which is missing ({error})"
+        raise UserError("data.tokenizer", f"{problem}; {install('hf')}") from error
 
 
 def read_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:

@@ -17,8 +17,8 @@ from compiler_trainer.inspect.dumps import Run
 from compiler_trainer.step.effects import effect_lines
 
 METRICS = {  # metric -> its name and unit
-    "loss": ("Training loss", "nats a token"),
-    "eval_loss": ("Validation loss", "nats a token"),
+    "loss": ("Training loss", "nats per token"),
+    "eval_loss": ("Validation loss", "nats per token"),
     "tokens_per_s": ("Throughput of all ranks", "tokens/s"),
     "tflops": ("Model FLOPs of a rank, without recomputation", "TFLOP/s"),
     "mfu": ("MFU: model FLOPs over the GPU's peak", "%"),

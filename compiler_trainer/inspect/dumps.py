@@ -288,7 +288,15 @@ class Body:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder: `config` and `report` as written, `metrics` with a dict for each step, the stages as `dumped`."""
+    """A run folder, read from disk.
+
+    Attributes:
+        folder: its path.
+        config: the options, as `config.yaml` has them.
+        report: the contents of `report.json`.
+        metrics: the records of `metrics.jsonl`, one a step.
+        dumped: the program after each pass.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -307,7 +315,7 @@ class Run:
         return {stage.program: bodies_of(stage) for stage in self.dumped if stage.name in CALLS}
 
     def program(self, name: str) -> list[Stage]:
-        """Return the stages of one program (`forward`, `step`, `evaluate`) in order."""
+        """Return the stages of the program called `name` (`forward`, `step`, `evaluate`) in order."""
         return [stage for stage in self.stages if stage.program == name]
 
     @cached_property
@@ -318,7 +326,7 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """Return the run in a folder; raise UserError naming the file that is missing or cannot be read."""
+    """Return the run in a `folder`; raise UserError naming the file that is missing or cannot be read."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(str(folder), "is not a folder; give a run folder (run.dir of a training run)")

@@ -25,7 +25,7 @@ from compiler_trainer.inspect.overview import seconds_of, totals
 from compiler_trainer.inspect.words import COUNTS, PASSES
 from passes.ir.mesh import SEQUENCE_AXIS
 
-PAGE = Path(__file__).parent / "page"
+PAGE, LOOK = Path(__file__).parent / "page", Path(__file__).parents[1] / "look.css"
 TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "pipeline.js", "experts.js", "sharding.js")
 SCRIPTS = ("data.js", "list.js", *TABS, "page.js")
 ALIVE_SHOWN, LINES_SHOWN = 3, 4  # the largest at the peak, on the first tab
@@ -37,7 +37,7 @@ def page(run: Run) -> str:
     texts = (f'<script type="text/plain" id="text-{stage.number}">{pack(stage.text)}</script>' for stage in run.dumped)
     parts = {
         "title": title,
-        "css": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "css": "".join(file.read_text(encoding="utf-8") for file in (LOOK, PAGE / "page.css")),
         "js": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
         "data": pack(json.dumps(summary(run), separators=(",", ":"))),
         "texts": "\n".join(texts),

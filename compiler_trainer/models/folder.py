@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
 from compiler_trainer.config.options import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import inputs_of
@@ -46,7 +47,7 @@ def library(name: str = "transformers") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError("model", f"needs {name} here ({error}); pip install 'compiler-trainer[hf]'") from error
+        raise UserError("model", f"needs {name} here ({error}); {install('hf')}") from error
 
 
 def config_of(cfg: FolderConfig) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, folder_name, shrink, writable
 from compiler_trainer.places.folders import files_in, load_folder, make_folder
@@ -119,4 +120,4 @@ def library() -> Any:
     try:
         return import_module("huggingface_hub")
     except ImportError as error:
-        raise UserError("huggingface_hub", f"is needed for models of the hub ({error}); pip install it") from error
+        raise UserError("huggingface_hub", f"is needed for models of the hub ({error}); {install('hf')}") from error

@@ -11,7 +11,7 @@ from plotly import graph_objects as go
 
 from compiler_trainer.config.device import cluster_of
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.page import BLUE, ORANGE, figure_html, page, plots, table, tr
+from compiler_trainer.page import BLUE, COLOURS, ORANGE, figure_html, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.answer import Varied
 from compiler_trainer.planning.dry import error_bar
@@ -22,10 +22,10 @@ from passes.cost.timeline import COMPUTE, Timeline
 
 FILE = "plan.html"
 GREY = "#888a85"
-WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000", "pp": "#8f5902"}
-COLOURS = {"computing": BLUE, **WAITS}
-BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
+MORE = "more computing"
+KINDS = dict(zip((MORE, "fsdp", "tp", "cp", "ep", "dp_replicate", "pp"), COLOURS))
 FRONT = "Nothing on the Pareto front is beaten in both speed and memory. The dotted line is the memory of the GPU."
+LOST = "Computing more than the setting that computes least, and waiting; without both, a step takes {least:,.0f} ms."
 FAINT = 300  # closed forms that are drawn
 SHOWN_MEMORY, SHOWN_SPEED = 2.0, 0.3  # of the memory that there is, at most, and of the best's throughput, at least
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
@@ -39,17 +39,19 @@ def write(plan: Plan, folder: Path) -> None:
     layers_note = (
         "" if layers in (None, getattr(plan.request.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
     )
+    shown = plan.ranked[: answer.SHOWN]
+    lost = LOST.format(least=1e3 * min(estimate.compute_s for estimate in shown))
     parts = (
         f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.setting_counts(plan))}.</p>",
         f"<p>{html.escape(error_bar(plan.request.cfg))}</p>",
         table(ranking(plan)),
         plots(
             (
-                figure_html(memory_against_throughput(plan), "Throughput against memory.", FRONT),
-                figure_html(steps(plan.ranked[: answer.SHOWN]), "A step of each, ms:", "computing, and waiting."),
+                figure_html(memory_against_throughput(plan), "Predicted throughput against memory.", FRONT),
+                figure_html(steps(shown), "Predicted loss of time in a step, ms.", lost),
             )
         ),
-        f"<h2>The best one's timeline{layers_note}</h2>",
+        f"<h2>The predicted timeline of the best{layers_note}</h2>",
         "<p>Kernels on the compute stream, collectives of each axis; a gap in computing is a wait.</p>",
         *(figure_html(gantt(name, timeline)) for name, timeline in timelines.items()),
         "<h2>Why the others are slower</h2><p>The best setting of each other mesh.</p>",
@@ -100,13 +102,13 @@ def memory_against_throughput(plan: Plan) -> go.Figure:
     )
     plot = go.Figure(points).add_vline(room(plan.request) / GIB, line_dash="dot", line_color=GREY)
     plot.update_xaxes(title="peak memory of a GPU, GiB").update_yaxes(title="tokens/s/GPU")
-    return plot.update_layout(height=460, legend=BELOW)
+    return plot.update_layout(height=460)
 
 
 def steps(estimates: Sequence[Estimate]) -> go.Figure:
-    """Return a bar chart of the time of a step of each setting."""
+    """Return a bar chart of the time that each setting loses in a step."""
     plot = go.Figure(bars(estimates)).update_xaxes(title="ms").update_yaxes(autorange="reversed", type="category")
-    return plot.update_layout(height=460, barmode="stack", legend=BELOW)
+    return plot.update_layout(height=460, barmode="stack")
 
 
 def best_of_each(plan: Plan) -> list[Estimate]:
@@ -144,21 +146,22 @@ def label(estimate: Estimate) -> str:
 
 
 def bars(estimates: Sequence[Estimate]) -> list[go.Bar]:
-    """Return bars of milliseconds computed and waited for each axis; other waits are for launches."""
+    """Return bars of milliseconds lost: computing more than the least of all, and waiting, by axis or for launches."""
     names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(estimates, 1)]
-    parts = [{"computing": e.compute_s, **answer.waits_by_name(e.exposed_s)} for e in estimates]
+    least = min(e.compute_s for e in estimates)
+    parts = [{MORE: e.compute_s - least, **answer.waits_by_name(e.exposed_s)} for e in estimates]
     for part, estimate in zip(parts, estimates):
-        part["launches"] = max(0.0, estimate.step_s - sum(part.values()))
+        part["launches"] = max(0.0, estimate.step_s - least - sum(part.values()))
     return [
         go.Bar(
             y=names,
             x=[1e3 * part.get(kind, 0.0) for part in parts],
             orientation="h",
             name=answer.NAMES.get(kind, kind),
-            marker_color=COLOURS.get(kind, GREY),
+            marker_color=KINDS.get(kind, GREY),
             hovertext=[label(e) for e in estimates],
         )
-        for kind in dict.fromkeys((*COLOURS, *itertools.chain(*parts)))
+        for kind in dict.fromkeys((*KINDS, *itertools.chain(*parts)))
         if any(part.get(kind) for part in parts)
     ]
 
@@ -169,7 +172,7 @@ def gantt(name: str, timeline: Timeline) -> go.Figure:
     plot = go.Figure()
     for stream in streams:
         events = [event for event in timeline.events if event.stream == stream]
-        colour = COLOURS.get("computing" if stream == COMPUTE else answer.AXIS.get(stream, stream), GREY)
+        colour = BLUE if stream == COMPUTE else KINDS.get(answer.AXIS.get(stream, stream), GREY)
         plot.add_trace(
             go.Bar(
                 y=[stream] * len(events),
@@ -208,14 +211,14 @@ def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
         lines.setdefault(other_values(values, others), []).append((values, plan))
     speed, memory = go.Figure(), go.Figure()
     for number, (name, points) in enumerate(lines.items()):
-        line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
+        line = {"dash": DASHES[number % len(DASHES)], "color": COLOURS[number % len(COLOURS)]}
         x, hovertexts = [values[first] for values, _ in points], [label(plan.best) for _, plan in points]
         trace = {"x": x, "hovertext": hovertexts, "name": name, "mode": "lines+markers", "line": line}
         speed.add_scatter(y=[plan.tokens_per_s(plan.best) for _, plan in points], **trace)
         memory.add_scatter(y=[plan.best.bytes / GIB for _, plan in points], **trace)
     for plot in (speed, memory):
         plot.update_xaxes(title=first).update_yaxes(rangemode="tozero")
-        plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) > 1)
+        plot.update_layout(height=380, showlegend=len(lines) > 1)
     return {"Throughput of the best, tokens/s/GPU": speed, "Its peak memory of a GPU, GiB": memory}
 
 

@@ -61,21 +61,33 @@ def compile_step(
 ) -> Step:
     """Compile forward, loss, backward, clipping and optimizer of a plain model into one step over a mesh.
 
-    `example_batch` has tensors of GLOBAL shape, whose first dim is split into `microbatches`. `initial` gives full
-    values of parameters and buffers, of which a rank reads its share; the default is the model's own values, which must
-    then be real. `seed` keys random operators such as dropout; evaluation is captured in eval mode, without them. With
-    `skip_nonfinite`, a step whose gradient norm is infinite or not a number changes nothing.
+    Args:
+        model: a module for one device; its parameters may be on the meta device if `initial` has their values.
+        loss_fn: a function of (model, batch) that returns a 0-d tensor, or one and a dict of metrics.
+        example_batch: a batch with the names, dtypes and GLOBAL shapes of all later ones. The first dim is samples.
+        mesh: sizes of the axes `dp_replicate`, `dp_shard`, `cp`, `tp`, `ep` and `pp`; one rank by default.
+        optim: options of the group `optim`, such as `{"name": "adamw", "lr": 1e-3}`.
+        passes: options of the group `passes`.
+        lower: options of the group `lower`.
+        microbatches: the number of parts into which the first dim of a batch is split (gradient accumulation).
+        seed: the key of random operators such as dropout; evaluation is captured in eval mode, without them.
+        skip_nonfinite: let a step whose gradient norm is infinite or not a number change nothing.
+        ranks: "processes": torch.distributed is initialized, and this process is one rank. "lockstep": all ranks are
+            interpreted in this process, on the CPU.
+        initial: full values of parameters and buffers by name, of which a rank reads its share; by default the model's.
+        device: the device of this rank; by default its GPU, or the CPU without one.
+        train: compile an update; without it the step can only evaluate.
+        evaluate: compile an evaluation; without it the step can only train, and does not store tensors that only
+            evaluation reads.
+        below: exclusive upper bounds of the values of batch entries.
+        observe: a function that gets each program and its report after each pass.
+        cache: stored programs; if an earlier start stored those of this job, passes do not run.
+        cluster: the times by which passes decide (`async_tp=auto`); by default those of this device.
+        tell: a function that gets the name of each task that begins, such as a pass.
 
-    With "processes", torch.distributed is initialized and this process is one rank; with "lockstep", all ranks are
-    interpreted in this process. `device` defaults to this rank's GPU, or the CPU without one; lockstep ranks run on the
-    CPU. Without `train` the step can only evaluate. Without `evaluate` it can only train, and does not store tensors
-    that only evaluation reads.
-
-    `below` gives exclusive upper bounds of batch entries. `tell` is called with each task that begins, such as a pass.
-    Passes that decide by time (`async_tp=auto`) use the times of `cluster`, by default those of this device. With a
-    `cache`, passes do not run if an earlier start stored its programs.
-
-    Raises UserError naming the option or input at fault.
+    Raises:
+        UserError: names the option or input at fault.
+        CompileError: names the line of the model that a pass cannot rewrite, and the fix.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
     job_mesh, device = mesh_of(mesh), default_device(ranks) if device is None else torch.device(device)

@@ -69,7 +69,8 @@ class Compiled:
 class Step:
     """A compiled training step that runs on global batches; made by `compile_step`.
 
-    `names` has each name of a parameter or buffer of the model -> the name under which `state` has its tensor.
+    Attributes:
+        report: seconds of the parts of compilation, counts of rewrites, predicted communication and memory.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Step:
     ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
-        self.first_names = names
+        self.first_names = names  # of parameters and buffers in the model -> the name of the tensor in `state`
         self.lr, self.seed, self.microbatches, self.schedule = lr, seed, microbatches, schedule
         self.microbatches_per_turn = microbatches_in(c.finished for c in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
@@ -136,6 +137,13 @@ class Step:
         "loss" is the loss of the whole batch, "grad_norm" the norm before clipping. Means over labels are over all
         labels of the batch; other terms of the loss, and its other metrics, are means over microbatches.
         `passes.moe.dispatch=bounded` adds "dropped_rows": the tokens without room, of all layers and ranks.
+
+        Args:
+            batch: tensors with the names, dtypes and global shapes of the example batch, the same on every rank.
+            lr: the learning rate of this step; by default that of `optim`.
+
+        Raises:
+            UserError: the batch differs from the example batch, or the step can only evaluate.
         """
         return self.launch(batch, lr).read()
 
@@ -143,6 +151,10 @@ class Step:
         """Begin one optimizer step on a global batch; on a GPU, return without waiting for its end.
 
         Everything launched later sees the state after the step.
+
+        Args:
+            batch: a global batch, as for a call.
+            lr: the learning rate of this step; by default that of `optim`.
         """
         if "optim.step" not in self.state:
             raise UserError("train", "is false, so this step can only evaluate; give compile_step(train=True)")
@@ -242,15 +254,15 @@ class Step:
         return float(self.runtime.total({"": values[self.samples].sum().to(self.device)})[""])
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
-        """Return the mean loss of a global batch, without changing the state."""
+        """Return the mean loss of a global `batch`, without changing the state."""
         return self.measure(batch)["loss"]
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the mean loss of a global batch and its metrics, without changing the state."""
+        """Return the mean loss of a global `batch` and its metrics, without changing the state."""
         return Results(self.batch_numbers(self.evaluate_parts(batch), self.evaluation), self.device).read()
 
     def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the loss function's outputs per sample of a global batch, [rows], without changing the state."""
+        """Return the loss function's outputs per sample of a global `batch`, [samples], without changing the state."""
         kinds = kinds_of(self.evaluation)
         results = {name: values for name, values in self.evaluate_parts(batch).items() if kinds[name] == "rows"}
         return self.runtime.share({name: torch.cat(values).cpu() for name, values in results.items()})

@@ -29,7 +29,6 @@ MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 BEST = {"symbol": "star", "size": 16, "color": ORANGE}
 LOG_FROM = 8.0  # values that span this factor get a logarithmic axis
 NAMED = 20  # the most lines in a legend
-BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
 FRONT = "The line joins the points that no other beats in both, the Pareto front. Numbers are points."
 
 
@@ -37,7 +36,8 @@ def write(points: Sequence[Point], folder: Path) -> None:
     """Write `sweep.html` into the sweep's folder."""
     rows = in_html(table(points, folder))
     parts = (f"<p>{html.escape(summary(points))}</p>", plots(losses(points)), rows, plots(costs(points, folder)))
-    (folder / FILE).write_text(page(folder.resolve().name, "\n".join((*parts, errors(points)))), encoding="utf-8")
+    title = f"Sweep: {folder.resolve().name}"
+    (folder / FILE).write_text(page(title, "\n".join((*parts, errors(points)))), encoding="utf-8")
 
 
 def summary(points: Sequence[Point]) -> str:
@@ -85,7 +85,7 @@ def losses(points: Sequence[Point]) -> Iterator[str]:
         if finished := with_values(points, column):
             caption = "The star marks the best point." if column == score(points) else ""
             yield figure_html(
-                over_options(finished, column, names), f"{heading} at the end, nats a token".capitalize(), caption
+                over_options(finished, column, names), f"{heading} at the end, nats per token".capitalize(), caption
             )
 
 
@@ -99,7 +99,7 @@ def over_options(all_points: Sequence[Point], column: str, names: Sequence[str])
     lines: dict[str, list[Point]] = {}
     for p in sorted(all_points, key=lambda p: positions[p["point"]]) if numeric else all_points:
         lines.setdefault(options(p, [n for n in names if n != first]), []).append(p)
-    for number, (name, points) in enumerate(lines.items()):
+    for number, (name, points) in enumerate(merged(lines, column, first).items()):
         line, mark = {"dash": DASHES[number % len(DASHES)]}, {"symbol": MARKS[number % len(MARKS)], "size": 8}
         style = {"mode": "lines+markers", "line": line, "marker": mark, "name": html.escape(name, quote=False)}
         plot.add_trace(spots(points, positions, column, names).update(style))
@@ -107,7 +107,16 @@ def over_options(all_points: Sequence[Point], column: str, names: Sequence[str])
         plot.add_trace(spots([winner], positions, column, names).update(mode="markers", marker=BEST, showlegend=False))
     plot.update_xaxes(title=html.escape(short(first, names) if first else "point", quote=False))
     plot.update_xaxes(axis(list(positions.values())) if numeric else {"type": "category"})
-    return plot.update_layout(height=320, legend=BELOW, showlegend=len(lines) > 1 and len(lines) <= NAMED)
+    return plot.update_layout(height=320, showlegend=len(lines) > 1 and len(lines) <= NAMED)
+
+
+def merged(lines: dict[str, list[Point]], column: str, first: str | None) -> dict[str, list[Point]]:
+    """Return lines without those that lie on another one, whose name then has both."""
+    names: dict[Any, list[str]] = {}
+    for name, points in lines.items():
+        course = tuple((as_text(value(p, first)) if first else "", p["result"][column]) for p in points)
+        names.setdefault(course, []).append(name)
+    return {" = ".join(same): lines[same[0]] for same in names.values()}
 
 
 def spots(points: Sequence[Point], positions: dict[int, Any], column: str, names: Sequence[str]) -> go.Scatter:
@@ -143,8 +152,8 @@ def costs(points: Sequence[Point], folder: Path) -> Iterator[str]:
     """Yield plots of loss by step, throughput, memory, compilation, and throughput against memory."""
     names = varying(points)
     if lines := loss_curves(points, folder, names):
-        plot = go.Figure(lines).update_xaxes(title="step").update_yaxes(title="nats a token")
-        plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) <= NAMED)
+        plot = go.Figure(lines).update_xaxes(title="step").update_yaxes(title="nats per token")
+        plot.update_layout(height=380, showlegend=len(lines) <= NAMED)
         yield figure_html(plot, "Training loss by step", wide=True)
     for column, heading, unit in BARS:
         if with_values(points, column):

@@ -18,7 +18,14 @@ from compiler_trainer.training.metrics import Record
 
 @dataclass
 class Run:
-    """The view of a run that callbacks get: its options, its compiled step, and the number of steps `done` before."""
+    """The view of a run that callbacks get.
+
+    Attributes:
+        cfg: the options of the run, as frozen dataclasses.
+        step: the compiled step.
+        done: the number of steps before this start, not 0 in a resumed run.
+        ask: the function that `stop` calls.
+    """
 
     cfg: Config
     step: Step
@@ -36,7 +43,11 @@ class Run:
         return rank()
 
     def stop(self, why: str) -> None:
-        """Make this step the last one: a checkpoint is saved, and all ranks end, no matter which rank calls this."""
+        """Make this step the last one: a checkpoint is saved, and all ranks end, no matter which rank calls this.
+
+        Args:
+            why: the text that the run prints and logs.
+        """
         self.ask(why)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -51,23 +62,26 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Run before the first step, after the step is compiled and its state is loaded."""
+        """Start; the `run` has compiled its step and loaded its state."""
 
     def on_step(self, run: Run, record: Record) -> None:
-        """Run after each step; `record` is its line of metrics.jsonl, with `step`, `loss` and `lr`.
+        """Look at a step that is done; `record` is its line of metrics.jsonl, with `step`, `loss` and `lr`.
 
-        A class with this method sees the state right after each step. On a GPU, the host then waits for every step
-        before it launches the next one; otherwise it launches the next one first.
+        A class with this method sees the state of the `run` right after each step. On a GPU, the host then waits for
+        every step before it launches the next one; otherwise it launches the next one first.
         """
 
     def on_evaluation(self, run: Run, record: Record) -> None:
-        """Run after `on_step` if the step was evaluated: `record` has `eval_loss`."""
+        """Look at an evaluation, after `on_step` of the same step of the `run`: `record` has `eval_loss`."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Run when a checkpoint is complete on disk: this step's or an earlier one's, as writing is asynchronous."""
+        """Use a checkpoint, the folder `path`, which is complete on disk.
+
+        Writing is asynchronous: the checkpoint is that of this step of the `run` or of an earlier one.
+        """
 
     def on_stop(self, run: Run) -> None:
-        """Run at the end, after the last checkpoint, unless an error ended the run."""
+        """Finish, after the last checkpoint of the `run`; not called if an error ended it."""
 
 
 class Callbacks:

@@ -157,19 +157,24 @@ class Logger(Protocol):
     """The interface of loggers, which take the records of a run on rank 0."""
 
     def start(self, cfg: Config, done: int) -> None:
-        """Start, or resume after step `done`; the run folder, `cfg.run.dir`, exists."""
+        """Start, or resume after step `done`; `cfg` are the options, and the run folder `cfg.run.dir` exists."""
 
     def log(self, record: Record) -> None:
-        """Take one step: `record["step"]` and its finite values. After a rollback, steps are logged again."""
+        """Take the `record` of one step: its number `step` and its finite values; after a rollback steps come again."""
 
     def close(self, failed: bool) -> None:
         """Finish; `failed` is True if an error ended the run."""
 
 
 class WandB:
-    """Weights & Biases, online, or `offline` into the run folder for `wandb sync`; `arguments` are those of wandb.init.
+    """Weights & Biases, online, or with `mode="offline"` into the run folder, for `wandb sync`.
 
-    Raises UserError if wandb is not installed.
+    Args:
+        project: the project of the runs.
+        arguments: arguments of `wandb.init`.
+
+    Raises:
+        UserError: wandb is not installed.
     """
 
     def __init__(self, project: str = "compiler-trainer", **arguments: Any):
@@ -193,9 +198,14 @@ class WandB:
 
 
 class MLflow:
-    """MLflow: a server's address, or a database (`sqlite:///mlflow.db`, with full mlflow); None: MLFLOW_TRACKING_URI.
+    """MLflow, on a server or, with the full package mlflow, in a database.
 
-    Raises UserError if mlflow is not installed.
+    Args:
+        tracking_uri: the address of a server, or a database such as `sqlite:///mlflow.db`; None: MLFLOW_TRACKING_URI.
+        experiment: the experiment of the runs, which is created if there is none of this name.
+
+    Raises:
+        UserError: mlflow is not installed.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "compiler-trainer"):

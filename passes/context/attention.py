@@ -43,12 +43,14 @@ def attention_backward_flops(gradient: tuple, q: tuple, k: tuple, v: tuple, *oth
 class AttentionKernel:
     """An operator that computes attention, as it appears in graphs, and the operator that computes its gradients.
 
-    forward     takes queries, keys and values first
-    backward    takes the gradient of the result, then the same; None if PyTorch differentiates it with other operators
-    flops       of forward and backward: functions of the operands' shapes
-    compiled    device type -> the functions that replace forward and backward in compiled code there; without an entry
-                the operators are called
-    on_host     the reason why a CUDA graph cannot record a call of the operator, empty if it can
+    Attributes:
+        forward: takes queries, keys and values first
+        backward: takes the gradient of the result, then the same; None if PyTorch differentiates it with other
+            operators
+        flops: of forward and backward: functions of the operands' shapes
+        compiled: device type -> the functions that replace forward and backward in compiled code there; without an
+            entry the operators are called
+        on_host: the reason why a CUDA graph cannot record a call of the operator, empty if it can
     """
 
     forward: OpOverload
@@ -70,19 +72,20 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
 class AttentionOp:
     """An attention operator.
 
-    op          the operator that models call, on full sequences
-    rule        its dims as factors (`attention_rule`)
-    local       the computation of a rank on all keys of its queries: (builder, node, operands, runs) -> result
-    kernels     the operators that finally compute it; `op` itself if it is not decomposed
-    written     a function that rewrites a call so that the rule applies, None if it applies to the call as it is
-    dropping    the operator with dropout, None if it has none: a function of (weights, p) -> weights, which drops
-                weights, and of the operator's arguments
-    causal      returns True if queries of a call see only the keys up to their own position
-    bounds      first and last key that each query of a call sees: keys may then be in any order, because `runs` gives
-                their positions (`passes/ops/attend.py`)
-    call        the facts by which the method of context parallelism is chosen
-    gathered    the form that gathers the rank's keys and then attends locally, None if there is none
-    ring        the form whose keys travel: (builder, node, operands, specs, call, method) -> result
+    Attributes:
+        op: the operator that models call, on full sequences
+        rule: its dims as factors (`attention_rule`)
+        local: the computation of a rank on all keys of its queries: (builder, node, operands, runs) -> result
+        kernels: the operators that finally compute it; `op` itself if it is not decomposed
+        written: a function that rewrites a call so that the rule applies, None if it applies to the call as it is
+        dropping: the operator with dropout, None if it has none: a function of (weights, p) -> weights, which drops
+            weights, and of the operator's arguments
+        causal: returns True if queries of a call see only the keys up to their own position
+        bounds: first and last key that each query of a call sees: keys may then be in any order, because `runs` gives
+            their positions (`passes/ops/attend.py`)
+        call: the facts by which the method of context parallelism is chosen
+        gathered: the form that gathers the rank's keys and then attends locally, None if there is none
+        ring: the form whose keys travel: (builder, node, operands, specs, call, method) -> result
     """
 
     op: OpOverload
@@ -105,10 +108,15 @@ class AttentionOp:
 
 
 def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
-    """Return an attention's rule; `others` spell the dims of operands after values in b, h, s, or 1.
+    """Return the rule of an attention operator.
 
     Dims of size 1 are not sharded. Self-attention may be sharded on `cp`. If there are other keys than queries, the
     keys stay unsharded.
+
+    Args:
+        node: the call of the operator.
+        others: the dims of each operand after the values, spelled in b, h, s, or 1.
+        options: other fields of the `Rule`.
     """
     q, k, v, *more_nodes = tensor_operands(node)
     (b, h, s, _), (_, g, t, _) = (tuple(ir.example(x).shape) for x in (q, k))

@@ -29,7 +29,7 @@ KERNELS: dict[OpOverload, AttentionKernel] = {}  # each kernel by its forward, a
 
 
 def add_attention(record: AttentionOp) -> None:
-    """Register an attention operator, its sharding rule and its kernels, for all passes."""
+    """Register an attention operator by its `record`, with its sharding rule and its kernels, for all passes."""
     OPERATORS[record.op] = record
     RULES[key_of(record.op)] = lambda node: replace(record.rule(node), emit=partial(emit, record))
     for kernel in record.kernels:

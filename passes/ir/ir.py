@@ -43,18 +43,28 @@ class Parts:
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
+    """A placeholder of a program.
 
-    A constant has a `value`, which names it: a tensor that the model holds as neither parameter nor buffer, or creates
-    from Python numbers. The `roles` of a parameter are its uses (`passes/rules/roles.py`), its `parts` the matrices
-    of which it consists, if several. Equal entries of a batch input with `runs` must be adjacent along its last dim
-    (document ids of a row, for example). A scalar may have the `count`
-    that computes it. A `layout` is computed from each batch on the host: the blocks of it that ranks hold. `layer` is
-    the layer of a parameter or buffer, and of its moments and total; None if it has none or several. A `carried` input
-    is a value of another task of the step. `stages` are the pipeline stages that use a parameter, `microbatch` is the
-    number of the microbatch of a batch input or seed. A buffer that is `restored` changes before it is known whether
-    the step is skipped, and then gets its value back. A program may have an input for each stage that uses a parameter,
-    or for each microbatch of a batch entry: all but the first are a `copy_of` the name, under names of their own.
+    A program may have an input for each stage that uses a parameter, or for each microbatch of a batch entry: all but
+    the first are copies, under names of their own.
+
+    Attributes:
+        name: the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
+        kind: the kind of value. A `layout` is computed from each batch on the host: the blocks of it that ranks hold.
+            A `carried` input is a value of another task of the step.
+        spec: its placement.
+        value: of a constant, which it names: a tensor that the model holds as neither parameter nor buffer, or creates
+            from Python numbers.
+        roles: the uses of a parameter (`passes/rules/roles.py`).
+        parts: the matrices of which a parameter consists, if several.
+        runs: True if equal entries of a batch input must be adjacent along its last dim, such as document ids.
+        count: computes a scalar.
+        layer: the layer of a parameter or buffer, and of its moments and total; None if it has none or several.
+        stages: the pipeline stages that use a parameter.
+        microbatch: the number of the microbatch of a batch input or seed.
+        restored: True for a buffer that changes before it is known whether the step is skipped, and then gets its value
+            back.
+        copy_of: the name of the first of several inputs for one thing.
     """
 
     name: str
@@ -82,6 +92,11 @@ class Output:
     """A returned value: the loss, a metric, a count, the gradient of a parameter, a buffer's new value.
 
     Over several microbatches, metrics are averaged and counts are added.
+
+    Attributes:
+        name: the parameter, the buffer or the metric.
+        kind: the kind of value.
+        spec: its placement.
     """
 
     name: str
@@ -93,10 +108,17 @@ class Output:
 class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
-    `stage` is its progress from the captured model to compilation. With `fold`, one of its layers stands for several.
-    `bounds` is a one-device program from a batch to the first and the last key that each query sees, a pair for each
-    distinct interval attention; it is set if a sequence is sharded and documents decide. `task` is the part of a step
-    with pipeline stages that it computes. A program that `evaluates` takes no part in training.
+    Attributes:
+        module: the graph, of plain tensors.
+        inputs: descriptions of the placeholders.
+        outputs: descriptions of the returned values.
+        mesh: the sizes of the axes.
+        stage: the progress from the captured model to compilation.
+        fold: the layer that stands for several, if one does.
+        bounds: a one-device program from a batch to the first and the last key that each query sees, a pair for each
+            distinct interval attention; it is set if a sequence is sharded and documents decide.
+        task: the part of a step with pipeline stages that it computes.
+        evaluates: True if it takes no part in training.
     """
 
     module: fx.GraphModule
@@ -133,16 +155,16 @@ class Program:
         return (node for node in self.graph.nodes if node.op == "call_function")
 
     def layers(self, layer: Layer | None) -> int:
-        """Return the number of layers that a layer stands for, or 1."""
+        """Return the number of layers that a `layer` stands for, or 1."""
         is_folded = self.fold is not None and self.fold.number_of(layer) == self.fold.number
         return 1 + self.fold.left_out if self.fold is not None and is_folded else 1
 
     def times(self, node: fx.Node) -> int:
-        """Return the number of layers that an operator's layer stands for, or 1."""
+        """Return the number of layers that the layer of the operator `node` stands for, or 1."""
         return 1 if self.fold is None else self.layers(layer(node))
 
     def count(self, nodes: Iterable[fx.Node]) -> int:
-        """Return the number of operators in the program with all its layers."""
+        """Return the number of operators that `nodes` are in the program with all its layers."""
         return sum(map(self.times, nodes))
 
     @property
@@ -159,7 +181,7 @@ class Program:
         return self.with_graph(graph)
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
-        """Return this program over another graph (and with other fields changed)."""
+        """Return this program over another `graph`, and with the fields of `changes`."""
         return replace(self, module=LazyGraphModule(self.module, graph), **changes)
 
 
@@ -228,9 +250,15 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of an option on a step: `done` things, such as "linear layers in float8", of `total` that there are.
+    """The effect of an option on a step, shown to the user when the job starts.
 
-    `unmet` is the reason why nothing was done although the option asks for it, and the fix; it is empty if 0 is right.
+    Attributes:
+        option: the dotted name of the option.
+        done: the number of things done.
+        things: their name, such as "linear layers in float8".
+        total: the number of things that there are, if it is known.
+        detail: more about them.
+        unmet: the reason why nothing was done although the option asks for it, and the fix; empty if 0 is right.
     """
 
     option: str
@@ -252,10 +280,15 @@ class Effect:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a pass: `counts` of rewrites, one-line `notes` naming nodes and reasons, changes of placement.
+    """The outcome of a pass.
 
-    `remarks` and the `effects` of options are shown to the user when the job starts. `bodies` are those of custom
-    functions, global and local: the verifier compares them like the program.
+    Attributes:
+        counts: numbers of rewrites, by kind.
+        notes: lines that name nodes and reasons.
+        reshards: changes of placement.
+        bodies: those of custom functions, global and local: the verifier compares them like the program.
+        remarks: lines that are shown to the user when the job starts.
+        effects: effects of options, which are shown there, too.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -268,10 +301,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Context:
-    """The context of passes beside the program: the fake mode of its values, and caches of operators.
+    """The context of passes next to the program: the fake mode of its values, and caches of operators.
 
-    `traced` are the graphs of operators' definitions. `answers` are the results of custom operators
-    (`abstract_eval.py`). `operators` are those that passes defined for this program, by their purpose.
+    Attributes:
+        fake_mode: the mode in which values of nodes are computed, without data.
+        traced: the graphs of operators' definitions.
+        answers: the results of custom operators (`abstract_eval.py`).
+        operators: operators that passes defined for this program, by their purpose.
     """
 
     fake_mode: Any
@@ -283,8 +319,12 @@ class Context:
 class Pass(ABC):
     """A rewrite without side effects: it returns a new program and a report.
 
-    It takes programs of some stages, and gives one of another (None: of the same). Passes named in `after` must not
-    come later. If it `keeps` values, all returned and stored values stay equal, up to algebra; this is verified.
+    Attributes:
+        name: its name in reports, dumps and options.
+        takes: stages of the programs that it rewrites.
+        gives: the stage of its result; None: the same.
+        after: names of passes that must not come later.
+        keeps: True if all returned and stored values stay equal, up to algebra; this is verified.
     """
 
     name: ClassVar[str]
@@ -304,11 +344,20 @@ class Pass(ABC):
 
     @abstractmethod
     def rewrite(self, program: Program, ctx: Context) -> tuple[Program, Report]:
-        """Rewrite a copy of the program."""
+        """Rewrite a copy of the `program`, with the values and caches of `ctx`; raise `Refused` if that is impossible.
+
+        If there is nothing to do, return the given program.
+        """
 
 
 class CompileError(Exception):
-    """A program that cannot be rewritten as requested: names the pass, the node, its source line and the fix."""
+    """A program that cannot be rewritten as requested: names the pass, the node, its source line and the fix.
+
+    Args:
+        pass_name: the name of the pass.
+        node: the node at fault, whose line of the model's code is named; None if there is none.
+        message: the problem and the fix.
+    """
 
     def __init__(self, pass_name: str, node: fx.Node | None, message: str):
         line = source(node) if node is not None else ""
@@ -340,27 +389,27 @@ def at(node: fx.Node) -> Iterator[None]:
 
 
 def value(node: fx.Node) -> Any:
-    """Return the fake tensor (or tuple of them, or number) that the node computes: its shape, dtype and device."""
+    """Return the fake tensor (or tuple of them, or number) that the `node` computes: its shape, dtype and device."""
     return record(node).value
 
 
 def set_value(node: fx.Node, val: Any) -> None:
-    """Set the fake value that the node computes."""
+    """Set the fake value that the `node` computes to `val`."""
     update(node, value=val)
 
 
 def is_tensor(node: Any) -> bool:
-    """Return True for a node that computes one tensor."""
+    """Return True for a `node` that computes one tensor."""
     return isinstance(node, fx.Node) and isinstance(record(node).value, Tensor)
 
 
 def spec(node: fx.Node) -> Spec | None:
-    """Return the node's placement, or None if unknown."""
+    """Return the placement of the `node`, or None if unknown."""
     return record(node).spec
 
 
 def set_spec(node: fx.Node, placement: Spec | None) -> None:
-    """Set the node's placement."""
+    """Set the `placement` of the `node`."""
     update(node, spec=placement)
 
 
@@ -378,7 +427,7 @@ def has_no_phase(node: fx.Node) -> bool:
 
 
 def phase(node: fx.Node) -> str:
-    """Return the phase of the step that an operator is in, one of `PHASES`; inputs are in the forward."""
+    """Return the phase of the step that the operator `node` is in, one of `PHASES`; inputs are in the forward."""
     if node.op != "call_function":
         return "forward"
     name = record(node).phase
@@ -392,7 +441,7 @@ def has_no_layer(node: fx.Node) -> bool:
 
 
 def layer(node: fx.Node) -> Layer | None:
-    """Return the layer of an operator (in an update, the parameter's); None outside of layers."""
+    """Return the layer of the operator `node` (in an update, the parameter's); None outside of layers."""
     if node.op != "call_function":
         return None
     layer_or_unset = record(node).layer
@@ -423,7 +472,7 @@ def pipeline_stage(node: fx.Node) -> int | None:
 
 
 def source(node: fx.Node) -> str:
-    """Return `file.py:line` of the model's or the loss's code, or an empty string."""
+    """Return `file.py:line` of the model's or the loss's code that made the `node`, or an empty string."""
     return record(node).origin.line
 
 
@@ -433,7 +482,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def example(node: fx.Node) -> Tensor:
-    """Return the node's fake tensor; raise TypeError if it computes something else."""
+    """Return the fake tensor of the `node`; raise TypeError if it computes something else."""
     val = value(node)
     if not isinstance(val, torch.Tensor):
         raise TypeError(f"%{node.name} computes {type(val).__name__}, not a tensor")

@@ -111,7 +111,7 @@ def update(node: fx.Node, **changes: Any) -> None:
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
-    """Let a new node come from the same code, phase, layer, parameter, stage and microbatch as an old one.
+    """Let the node `new` come from the same code, phase, layer, parameter, stage and microbatch as `old`.
 
     The fields that describe the new node's own value are not copied: value, spec, stands_for, role and body_nodes.
     """

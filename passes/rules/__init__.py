@@ -50,10 +50,14 @@ def rule_of(node: fx.Node) -> Rule:
 
 
 def add_rule(name: str, rule: RuleMaker | str) -> None:
-    """Add an operator's rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node.
+    """Add an operator's rule.
 
-    `name` is `namespace::name`; for an operator of PyTorch, `aten::name`. Raises ValueError if the name or the text is
-    malformed.
+    Args:
+        name: `namespace::name`; for an operator of PyTorch, `aten::name`.
+        rule: the rule as text (`...k, nk -> ...n; sum k`), or a function from the operator's node to a `Rule`.
+
+    Raises:
+        ValueError: the name or the text is malformed.
     """
     if not re.fullmatch(r"\w+::\w+", name):
         raise ValueError(f"{name!r} is not an operator name; write `namespace::name`, without an overload")

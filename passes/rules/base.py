@@ -25,19 +25,24 @@ Place = Callable[[Held, Mesh], Mapping[str, tuple[str, ...]]]  # -> axes of fact
 class Rule:
     """The dims of each tensor operand and result, as factors.
 
-    reduced   factors that vanish: if one is sharded, the result is partial in the named way (sum or max)
-    whole     factors that must not be sharded
-    linear    sets of operands in which, jointly, the result is linear: partial sums pass through
-    pad_in    the required padding value of a reduced factor, in every operand that has it
-    pad_out   maps each operand's padding value (NaN: no padding) to the result's (None: unknown)
-    pad_safe  operand -> padding value that keeps the result finite
-    moves     the result is the operand's own entries, rearranged: conversions may be hoisted above it
-    resize    rewrites size arguments for local shapes: (args, local result shape) -> args
-    emit      builds the local node if a plain call of the operator is not enough
-    only      factor -> the only axes that may shard it
-    columns   operands (matrices) whose columns the kernel needs to be contiguous
-    repeats   the result repeats entries of operand 0, which is made replicate first: its gradient is reduced afterwards
-    place     places some factors on axes of its choice, from the operands' factors; no other factors use these axes
+    Attributes:
+        operands: the factors of the dims of each tensor operand
+        results: the factors of the dims of each tensor result
+        sizes: the size of each factor
+        reduced: factors that vanish: if one is sharded, the result is partial in the named way (sum or max)
+        whole: factors that must not be sharded
+        linear: sets of operands in which, jointly, the result is linear: partial sums pass through
+        pad_in: the required padding value of a reduced factor, in every operand that has it
+        pad_out: maps each operand's padding value (NaN: no padding) to the result's (None: unknown)
+        pad_safe: operand -> padding value that keeps the result finite
+        moves: the result is the operand's own entries, rearranged: conversions may be hoisted above it
+        resize: rewrites size arguments for local shapes: (args, local result shape) -> args
+        emit: builds the local node if a plain call of the operator is not enough
+        only: factor -> the only axes that may shard it
+        columns: operands (matrices) whose columns the kernel needs to be contiguous
+        repeats: the result repeats entries of operand 0, which is made replicate first: its gradient is reduced
+            afterwards
+        place: places some factors on axes of its choice, from the operands' factors; no other factors use these axes
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -58,11 +63,11 @@ class Rule:
     place: Place | None = None
 
     def may_shard(self, factor: str, axis: str) -> bool:
-        """Return True if the operator can run with the factor sharded on the axis."""
+        """Return True if the operator can run with the `factor` sharded on the `axis`."""
         return factor not in self.whole and axis in self.only.get(factor, (axis,))
 
     def may_lie(self, factor: str, axes: tuple[str, ...]) -> bool:
-        """Return True if the factor's `only` axes, if any, include all of these."""
+        """Return True if the `only` axes of the `factor`, if any, include all of `axes`."""
         only = self.only.get(factor)
         return only is None or only.issuperset(axes)
 
@@ -135,7 +140,11 @@ def bind_sizes(dims: Sequence[tuple[Names, ...]], shapes: Sequence[Sequence[int]
 
 
 def from_text(text: str) -> RuleMaker:
-    """Make a rule from a line like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`)."""
+    """Make a rule from a `text` like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`).
+
+    Raises:
+        ValueError: the text is malformed.
+    """
     signature, *clauses = (part.strip() for part in text.split(";"))
     left, right = sides(signature, text)
     words = [clause.split() for clause in clauses]

@@ -27,9 +27,14 @@ from passes.trace.trace import trace
 
 @dataclass(eq=False)
 class Editor:
-    """Inserts nodes into a graph before a `place` (None: at its end), as if they came from the node `origin`.
+    """Inserts nodes into a graph.
 
-    `traced` are the graphs of functions with a key, by key and layouts of operands.
+    Attributes:
+        ctx: the context of the pass.
+        graph: the graph.
+        place: the node before which it inserts; None: at the end.
+        origin: the node whose code, phase and layer new nodes get.
+        traced: the graphs of functions with a key, by key and layouts of operands.
     """
 
     ctx: ir.Context
@@ -40,7 +45,7 @@ class Editor:
 
     @staticmethod
     def before(node: fx.Node, ctx: ir.Context) -> Editor:
-        """Return an editor that inserts new nodes before a node, with that node as their origin."""
+        """Return an editor that inserts new nodes before `node`, with it as their origin; `ctx` is the pass's."""
         return Editor(ctx, node.graph, node, node)
 
     def moved_to(self, place: fx.Node, origin: fx.Node) -> Editor:
@@ -64,7 +69,7 @@ class Editor:
         return node
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-        """Insert an operator."""
+        """Insert a call of the operator `target` with `args` and `kwargs`, nodes among them; return its node."""
         with self.inserting():
             node = self.graph.call_function(target, args, dict(kwargs or {}))
         return self.computed(node)
@@ -78,7 +83,7 @@ class Editor:
         return node
 
     def trace(self, fn: Callable[..., Any], *args: Any, key: Any = None) -> Any:
-        """Insert the operators that `fn` calls on the arguments, nodes among them as their values; return its result.
+        """Insert the operators that `fn` calls on `args`, nodes among them as their values; return its result.
 
         A function with a `key` is traced once for operands of the same layouts.
         """
@@ -126,9 +131,13 @@ class Editor:
 def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context, alike: bool = False) -> list[fx.Node]:
     """Replace the node by the operators of `fn(*node.args, **node.kwargs)`; return the new nodes.
 
-    With `alike`, `fn` is the definition of the node's operator, and is traced once for calls on operands of equal
-    layouts. Their nodes then record the same fake tensors: only for finished programs, whose memory is recomputed by a
-    sweep.
+    Args:
+        node: the node.
+        fn: a function of its arguments.
+        ctx: the context of the pass.
+        alike: `fn` is the definition of the node's operator, and is traced once for calls on operands of equal
+            layouts. Their nodes then record the same fake tensors: only for finished programs, whose memory is
+            recomputed by a sweep.
     """
     edit = replace(Editor.before(node, ctx), traced=ctx.traced)
     return splice(node, *edit.body(fn, node.args, node.kwargs, node.target if alike else None), ctx)

@@ -82,7 +82,14 @@ def _registered(node: fx.Node) -> Function | LocalFunction | None:
 def remember(
     op: Any, body: Callable[..., Any], communicates: bool = False, meaning: Callable[..., Any] | None = None
 ) -> None:
-    """Register an operator of a local program as standing for a body of local operators."""
+    """Register an operator of a local program as standing for a body of local operators.
+
+    Args:
+        op: the operator, an OpOverload.
+        body: a function of its arguments that computes it by local operators.
+        communicates: True if the body has collectives.
+        meaning: a function of its arguments that computes the same value in the usual way, for the verifier.
+    """
     _operators[op.name()] = LocalFunction(body, communicates, meaning)
 
 

@@ -19,7 +19,12 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 class Moment(NamedTuple):
-    """State with one value per entry of a parameter, zero at first; if it is not `signed`, it is never negative."""
+    """State with one value per entry of a parameter, zero at first.
+
+    Attributes:
+        name: its name in checkpoints.
+        signed: False if it is never negative.
+    """
 
     name: str
     signed: bool = True
@@ -41,19 +46,21 @@ def to_stored_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimizer(Protocol):
-    """An optimizer; `moments` is the state per parameter. All tensors of an update have the dtype of its arithmetic."""
+    """The interface of elementwise optimizers. All tensors of an update are fp32, for fp64 parameters fp64."""
 
     @property
-    def moments(self) -> tuple[Moment, ...]: ...
+    def moments(self) -> tuple[Moment, ...]:
+        """The state per parameter."""
+        ...
 
     def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """Return the 0-d values that the updates of all parameters share; `step` counts from 1."""
+        """Return the 0-d values that all updates share, of the learning rate `lr` and the `step`, counted from 1."""
         ...
 
     def update(
         self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new parameter and moments."""
+        """Return the new `parameter` and `moments` of one shard, given its `gradient` and the shared `scalars`."""
         ...
 
 

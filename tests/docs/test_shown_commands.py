@@ -129,7 +129,7 @@ def test_a_command_that_is_changed_fails(places, line):
         configs(command)
 
 
-@pytest.mark.parametrize("line", ["compiler_trainer train.steps=1", "docker run trainer", "sudo make train"])
+@pytest.mark.parametrize("line", ["compiler_trainer train.steps=1", "podman run trainer", "sudo make train"])
 def test_a_line_that_no_test_knows_fails(line):
     (command,) = commands_of(f"```sh\n{line}\n```", "page.md")
     with pytest.raises(ValueError, match="page.md:2"):

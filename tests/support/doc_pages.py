@@ -17,7 +17,7 @@ TRAIN = ("compiler-trainer", "-m compiler_trainer")
 STARTS = ("compiler-trainer", "torchrun", "python -m", "pip install", "make ", ".venv/bin/")
 OTHERS = {  # commands of others: first word -> the reason not to check the line
     "git": "git clone", "cd": "", "source": ".venv/bin/activate", "hf": "hf download", "vllm": "vllm serve",
-    "tensorboard": "", "lm_eval": "lm_eval --model hf", "apt-get": "", "tlparse": "", "head=$(scontrol": "SLURM",
+    "tensorboard": "", "lm_eval": "lm_eval --model hf", "apt-get": "", "docker": "docker build", "tlparse": "", "head=$(scontrol": "SLURM",
 }
 SHELL_FENCES = ("sh", "bash")
 FIXED = {  # variables of shell scripts and synopses

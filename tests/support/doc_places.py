@@ -8,10 +8,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import yaml
 from doc_pages import ROOT
 from folders import cached, model
 from object_store import Store
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from compiler_trainer import checkpoint
@@ -50,7 +52,7 @@ QWEN = FolderConfig(path="qwen", attention="causal")
 # a run's name on a page -> the kind of run
 RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
-    "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
+    "runs/8b": "decoder", "runs/1b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
 }
 
@@ -66,6 +68,8 @@ def furnish(folder: Path) -> None:
     for name in ("chats.jsonl", "test.jsonl", "notes/a.jsonl", "FOLDER/train.jsonl"):
         Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
         Path(folder, name).write_text("".join(json.dumps(TALK) + "\n" for _ in range(60)))
+    Path(folder, "fineweb/sample/10BT").mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table({"text": [SENTENCE] * 40, "id": ["a"] * 40}), folder / "fineweb/sample/10BT/000.parquet")
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
     (folder / "prompts.jsonl").write_text((json.dumps(ASKED) + "\n") * 3)
     (folder / "my_rewards.py").write_text(shown_module("docs/guides/finetune.md", "my_rewards"))
@@ -77,6 +81,8 @@ def furnish(folder: Path) -> None:
     tokenizer(of_chat=False).save(str(folder / "TOK"))
     for out, files in (("tokens", "books"), ("tokens/books", "books"), ("tokens/code", "code")):
         tokenized.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
+    fineweb = DataConfig(name="text", files=("fineweb/sample/10BT",), tokenizer="smol/tokenizer.json")
+    tokenized.write(fineweb, folder / "fineweb-tokens", ALL)
     Path(folder, "my_package.py").write_text(python_of("docs/guides/your-model.md"))
     for name in ("my_parts", "my_rules"):
         Path(folder, f"{name}.py").write_text(shown_module("docs/guides/your-loop.md", name))

@@ -47,7 +47,7 @@ function lineHtml(text, words = []) {
   let html = escapeHtml(body)
     .replace(/%(\w+)/g, '<a data-name="$1">%$1</a>')
     .replace(/ = ([\w.]+)/, ' = <span class="op">$1</span>')
-    .replace(/( : \w+\[[^\]]*\]) (\[.*)$/, '$1 <span class="spec">$2</span>');
+    .replace(/( : \w+\[[^\]]*\]) (\[.*)$/, '<span class="result">$1 <span class="spec">$2</span></span>');
   html += `<span class="origin">${escapeHtml(origin)}</span>`;
   if (!words.length) return html;
   const sought = new RegExp(`(${words.map((w) => escapeHtml(w).replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|")})`, "gi");

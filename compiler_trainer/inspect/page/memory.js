@@ -95,11 +95,11 @@ async function tellAlive() {
     const made = parts(text.line(text.definitions.get(m.node[i])));
     return `<tr><td class="n">${bytes(m.bytes[i])}</td><td><b class="dot" style="background:${colour(of.kinds[m.kind[i]])}"></b>${escapeHtml(of.kinds[m.kind[i]])}</td>` +
       `<td class="node">${nodeLink(of.number, text.definitions.get(m.node[i]), made.name)}</td><td class="mono">${m.times[i] > 1 ? `${m.times[i]} x ` : ""}${escapeHtml(made.value)}</td>` +
-      `<td>${escapeHtml(made.source)}</td><td class="wrap">${escapeHtml(made.module)}</td><td class="n">until <a href="${stageLink(of.number, m.last[i])}">${m.last[i]}</a></td></tr>`;
+      `<td>${escapeHtml(made.source)}</td><td class="wrap">${escapeHtml(made.module)}</td><td class="n"><a href="${stageLink(of.number, m.last[i])}">${m.last[i]}</a></td></tr>`;
   });
   const rest = alive.slice(SHOWN).reduce((sum, i) => sum + m.bytes[i], 0);
   if (rest) rows.push(`<tr><td class="n">${bytes(rest)}</td><td class="quiet" colspan="6">${number(alive.length - SHOWN)} more</td></tr>`);
-  document.getElementById("memory-alive").innerHTML = `<table id="alive"><thead><tr><th class="n">bytes</th><th>holds</th><th>node</th><th>value</th><th>source</th><th>module</th><th class="n">line</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
+  document.getElementById("memory-alive").innerHTML = `<table id="alive"><thead><tr><th class="n">bytes</th><th>holds</th><th>node</th><th>value</th><th>source</th><th>module</th><th class="n">freed after line</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
 }
 
 /** Return the kinds with their colours, largest first. */

@@ -41,8 +41,8 @@ function card(id, question, big, text, link) {
 function reshardCard(r) {
   const question = "Which operator caused the largest reshard?";
   const others = r.as_large ? `, as for ${r.as_large} other${r.as_large > 1 ? "s" : ""}` : "";
-  return card("glance-reshard", question, `%${escapeHtml(r.node)}`, [
-    `<b>${bytes(r.sent_bytes)}</b> sent by each rank in the forward${others}. <span class="quiet">${escapeHtml([r.of, r.source, r.module].filter(Boolean).join(" · "))}</span>`,
+  return card("glance-reshard", question, `${bytes(r.sent_bytes)} after %${escapeHtml(r.node)}`, [
+    `sent by each rank in the forward${others}. <span class="quiet">${escapeHtml([r.of, r.source, r.module].filter(Boolean).join(" · "))}</span>`,
     `<span class="mono">${escapeHtml(r.before)} → ${escapeHtml(r.after)}</span><br>${escapeHtml(r.reason)}`,
   ], `<a href="${stageLink(r.stage, r.line)}">in the graph</a> · <a href="#reshards">all reshards</a>`);
 }
@@ -63,8 +63,8 @@ function exposedCard(e) {
   const what = `${escapeHtml(e.kind)} over ${escapeHtml(e.axis)}, ${bytes(e.sent_bytes)} sent`, from = escapeHtml([e.source, e.module, e.phase].filter(Boolean).join(" · "));
   const links = `<a href="${stageLink(e.stage, e.line)}">in the graph</a> · <a href="#communication/${e.stage}">all collectives</a>`;
   if (e.exposed_ms !== null) {
-    const text = e.exposed_ms ? `the computation waits <b>${ms(e.exposed_ms)}</b> of ${ms(e.all_ms)} exposed in all` : "the computation never waits";
-    return card("glance-exposed", question, e.exposed_ms ? `%${escapeHtml(e.node)}` : "none", [`${what}: ${text}, as predicted. <span class="quiet">${from}</span>`], links);
+    const text = e.exposed_ms ? `the computation waits for it, and <b>${ms(e.all_ms)}</b> for all collectives` : "the computation never waits";
+    return card("glance-exposed", question, e.exposed_ms ? `${ms(e.exposed_ms)} at %${escapeHtml(e.node)}` : "none", [`${what}: ${text}, as predicted. <span class="quiet">${from}</span>`], links);
   }
   const hidden = e.between ? `only ${number(e.between)} operators are between it and the wait for it` : "the wait for it comes at once, so nothing hides it";
   return card("glance-exposed", question, `%${escapeHtml(e.node)}`, [

@@ -245,8 +245,12 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
     shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.dumped), tmp_path / "page.html")
     go(shown, "overview")
     card = text(shown, "#glance-exposed")
-    assert f"%{names[1]}\n" in card and "waits 3.00 ms of 4.00 ms" in card
+    assert f"%{names[1]}\n" in card and "3.00 ms at " in card and "4.00 ms for all collectives" in card
     go(shown, "communication")
+    assert "4.00 ms exposed: 40 % of 10.0 ms" in text(shown, "#communication-note")
+    assert shown.evaluate("timeline.waits") == [[2, 3], [4, 7]]  # 4 ms in all
+    widths = shown.evaluate("[...document.querySelectorAll('#by-axis .meter')].map((bar) => bar.clientWidth || bar.offsetWidth)")
+    assert len(set(widths)) > 1 and widths == sorted(widths, reverse=True)
     shown.locator("#timeline canvas").hover()
     shown.mouse.wheel(0, -300)
     assert shown.evaluate("timeline.to - timeline.from") < 10

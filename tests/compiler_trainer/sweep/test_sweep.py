@@ -174,6 +174,13 @@ def test_losses_are_drawn_over_what_was_varied():
     assert page.over_options(found, "loss", ["remat.policy"]).layout.xaxis.type == "category"
 
 
+def test_lines_on_each_other_are_one_with_both_names():
+    points = [{"point": n, "status": "done", "overrides": {"lr": lr, "policy": policy}, "result": {"loss": loss}}
+              for n, (lr, policy, loss) in enumerate([(1, "none", 3.0), (2, "none", 2.0), (1, "full", 3.0), (2, "full", 2.0), (1, "half", 3.0), (2, "half", 2.5)])]
+    plot = page.over_options(points, "loss", ["lr", "policy"])
+    assert [trace.name for trace in plot.data if trace.mode == "lines+markers"] == ["policy=none = policy=full", "policy=half"]
+
+
 def test_a_point_leads_to_its_page_or_its_folder(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / page.INSPECT).touch()
