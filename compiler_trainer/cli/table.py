@@ -6,7 +6,9 @@ import argparse
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+from compiler_trainer.config.errors import UserError
 
 
 class Verb(NamedTuple):
@@ -95,16 +97,32 @@ FLAGS = {
 }
 
 
-def parser(verb: str) -> argparse.ArgumentParser:
+class VerbParser(argparse.ArgumentParser):
+    """A parser that refuses arguments in one line: an unknown flag is often an option of this or another trainer."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError with argparse's message, and the answer for an unknown flag."""
+        from compiler_trainer.config.compose import no_flag
+
+        flag, is_option, value = message.removeprefix(UNKNOWN).partition(" ")[0].partition("=")
+        if message.startswith(f"{UNKNOWN}--"):
+            raise UserError(f"{flag}{is_option}{value}", no_flag(flag.lstrip("-"), value))
+        raise UserError(self.prog, f"{message}; {self.prog} --help describes them")
+
+
+UNKNOWN = "unrecognized arguments: "
+
+
+def parser(verb: str) -> VerbParser:
     """Return a parser for the arguments of a verb."""
     does = VERBS[verb].does
-    return argparse.ArgumentParser(f"compiler-trainer {verb}", description=f"{does[0].upper()}{does[1:]}.")
+    return VerbParser(f"compiler-trainer {verb}", description=f"{does[0].upper()}{does[1:]}.")
 
 
 CHECKPOINT = "checkpoint to read: the lowest validation loss, the newest (default), or a folder"
 
 
-def run_parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
+def run_parser(verb: str, overrides: bool = False) -> VerbParser:
     """Return a parser for a verb on a run folder, with `--checkpoint`, and with overrides of options if wanted."""
     arg_parser = parser(verb)
     arg_parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")

@@ -55,8 +55,10 @@ def defaults() -> DictConfig:
 
 GOES_WITH = {  # options that exist only with another choice of `model`
     "model._target_": "goes with model=custom, next to the arguments of `_target_`",
-    "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
-    "model.lora": "goes with model=hf, or recipe=lora",
+    "model.path": "goes with model=hf; model=FOLDER, or model=ORGANIZATION/NAME of the hub, sets both",
+    "model.lora": "goes with recipe=lora model=FOLDER, or a model of the hub",
+    "model.quantize": "goes with recipe=qlora model=FOLDER, or a model of the hub",
+    "model.init": "goes with model=FOLDER, or a model of the hub",
 }
 MEANT = (  # group, a mark of values that are no choice of it, the fix
     ("recipe", ".y", "{0} is a job file, which is given by itself: compiler-trainer {0}"),

@@ -82,7 +82,7 @@ NAMES = {  # answer -> the names that it answers
     "float8 is train.precision=fp8, or passes.cast.float8=rowwise|tensorwise": "float8 fp8",
     NO_BLOCKS: "mxfp8 nvfp4",
     NO_GROUPED: "float8_grouped_mm fp8_grouped_mm moe_fp8",
-    QUANTIZED: "load_in_8bit load_in_4bit qlora",
+    QUANTIZED: "load_in_8bit load_in_4bit qlora quantize quantization bnb_4bit_quant_type",
     # length and schedule
     LENGTH: "epochs num_train_epochs num_epochs max_epochs",
     "the number of steps is train.steps": "max_steps num_steps train_iters max_iters",
@@ -164,7 +164,7 @@ NAMES = {  # answer -> the names that it answers
     NLL_WEIGHT: "cpo_alpha rpo_alpha",
     "the target of the margin is loss.gamma, with loss=simpo": "simpo_gamma",
     "the reference is the weights that training starts from; its log-probabilities are computed once": "ref_model",
-    SFT: "sft instruct finetuning full_finetune",
+    SFT: "sft instruct finetuning full_finetune finetune fine_tune fine_tuning",
     "pretraining is recipe=pretrain, with a model by name and data.tokenizer": "pretraining",
     "the beta of a preference loss is loss.beta, with loss=dpo": "beta",
     "DoRA is model.lora.dora=true, next to recipe=lora": "dora use_dora",

@@ -72,6 +72,8 @@ def resumable(cfg: Config) -> list[Path]:
 def named_checkpoint(cfg: Config) -> Path:
     """Return the named checkpoint; one in a store is copied first."""
     name = str(cfg.checkpoint.resume)
+    if "/" not in name and not Path(name).exists():
+        raise UserError("checkpoint.resume", f"{name} is not a folder here; it takes one, latest, or auto")
     return copy_files(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import call
 
 import compiler_trainer
 from compiler_trainer.cli.table import VERBS
@@ -159,3 +160,20 @@ def test_a_name_of_another_trainer_is_answered_where_it_is_refused(mapping, mess
 def test_case_hyphens_and_groups_do_not_matter():
     assert answer("train.Per-Device-Train-Batch-Size") == ANSWERS["per_device_train_batch_size"]
     assert answer("optim.lrr") is None
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["plan", "--gpus", "8"], "--gpus: options are OPTION=VALUE, without dashes; "),
+    (["plan", "--learning-rate=1"], "--learning-rate=1: options are OPTION=VALUE, without dashes; the learning rate is optim.lr"),
+    (["eval"], "compiler-trainer eval: the following arguments are required: RUN; compiler-trainer eval --help describes them"),
+    (["chat", "--optim.lr=2"], "compiler-trainer chat: the following arguments are required: RUN"),
+    (["fine-tune"], "fine-tune: supervised fine-tuning (SFT) is recipe=finetune"),
+    (["quantize=nf4"], "quantize: no such option; weights under LoRA are stored in few bits by recipe=qlora"),
+    (["model.quantize=nf4"], "model.quantize: goes with recipe=qlora model=FOLDER"),
+    (["model.path=qwen"], "model.path: goes with model=hf; model=FOLDER"),
+    (["checkpoint.resume=last"], "checkpoint.resume: last is not a folder here; it takes one, latest, or auto"),
+])  # fmt: skip
+def test_wrong_commands_are_answered_in_one_line(arguments, line, capfd):
+    assert call(*arguments) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: {line}") and error.count("\n") == 1
