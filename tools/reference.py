@@ -92,6 +92,11 @@ FEATURES = {
             "train.global_batch_size=8",
             "tests/compiler_trainer/training/test_rollouts.py",
         ),
+        Feature(
+            "reward models",
+            f"model=hf model.path=FOLDER model.head=score loss=reward {TEXT} data.chat=true data.pairs=true",
+            "tests/compiler_trainer/models/test_heads.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(
@@ -132,7 +137,7 @@ FEATURES = {
 }
 MISSING = (
     Missing("fp16, matmuls in MXFP8 and NVFP4", "passes.cast.param_dtype=float16"),
-    Missing("PPO, reward models", "loss=ppo"),
+    Missing("PPO", "loss=ppo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )
 

@@ -139,6 +139,7 @@ class LoraConfig:
 
 
 Quantization = Literal["nf4", "mxfp4", "nvfp4", "int8"]
+Head = Literal["lm", "score", "none"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class FolderConfig:
     attention: Literal["documents", "causal"] = "documents"  # causal within each document of a sequence, or over all
     lora: LoraConfig | None = None
     quantize: Quantization | None = None  # store the linear layers under LoRA in 4 or 8 bits (QLoRA)
+    head: Head = "lm"  # logits of tokens; scores, one for each of data.labels, or one for a reward; or hidden states
 
 
 def kind_of_time(value: Any) -> Any:
@@ -298,11 +300,34 @@ class GrpoConfig:
         return "sampled", *["old"] * (self.steps_per_rollout > 1), *["reference"] * (self.beta > 0)
 
 
-LOSSES: dict[str, type[PreferenceConfig | GrpoConfig]] = {**PREFERENCE_LOSSES, "grpo": GrpoConfig}
+@dataclass(frozen=True)
+class HeadLossConfig:
+    """A loss of outputs other than next tokens, for which `model.head` has to be `head`."""
+
+    name: Literal["reward"]  # the built-in loss
+    head: ClassVar[Head] = "score"
+
+
+@dataclass(frozen=True)
+class RewardConfig(HeadLossConfig):
+    """A reward model of preference pairs (Bradley-Terry): the chosen answer should have the higher score.
+
+    Source: InstructGPT, equation 1 of arXiv:2203.02155. An answer's score is that of its last token.
+    """
+
+    name: Literal["reward"]  # the built-in loss
+    center: NonNegativeFloat = 0.0  # weight of the squared sum of a pair's scores, 0.01 in arXiv:2312.09244
+
+
+LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | HeadLossConfig]] = {
+    **PREFERENCE_LOSSES,
+    "grpo": GrpoConfig,
+    "reward": RewardConfig,
+}
 
 
 def kind_of_loss(value: Any) -> Any:
-    """Return the type of the options of `loss`: a built-in loss of pairs or of sampled answers, or the user's own."""
+    """Return the type of the options of `loss`: a built-in loss, or the user's own."""
     if not isinstance(value, Mapping) or "name" not in value:
         return OwnLoss
     return LOSSES[one_of(tuple(LOSSES), value["name"], "loss.name")]
@@ -310,7 +335,7 @@ def kind_of_loss(value: Any) -> Any:
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
-Loss = Annotated[PreferenceConfig | GrpoConfig | Own, Chosen(kind_of_loss)]
+Loss = Annotated[PreferenceConfig | GrpoConfig | HeadLossConfig | Own, Chosen(kind_of_loss)]
 Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
@@ -863,6 +888,16 @@ class Config:
     def has_preference_loss(self) -> bool:
         """Return True if the loss is a built-in one of preference pairs."""
         return isinstance(self.loss, PreferenceConfig)
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Return True if the loss is a built-in one that needs `data.pairs`."""
+        return isinstance(self.loss, PreferenceConfig | RewardConfig)
+
+    @property
+    def head(self) -> str:
+        """The head of the model: that of a folder, and `lm` for other models."""
+        return self.model.head if isinstance(self.model, FolderConfig) else "lm"
 
     @property
     def has_rollouts(self) -> bool:

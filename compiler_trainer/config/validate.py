@@ -19,6 +19,7 @@ from compiler_trainer.config.schema import (
     DataConfig,
     ExpertsConfig,
     FolderConfig,
+    HeadLossConfig,
     MeshConfig,
     ModelConfig,
     SourceConfig,
@@ -184,6 +185,29 @@ ROLLOUT_CHECKS: Checks = (
     ),
 )
 
+HEAD_CHECKS: Checks = (
+    (
+        "loss.name",
+        lambda c: not isinstance(c.loss, HeadLossConfig) or isinstance(c.model, FolderConfig),
+        "{c.loss.name} puts a head on a model of transformers; set model=hf model.path=FOLDER",
+    ),
+    (
+        "model.head",
+        lambda c: not isinstance(c.loss, HeadLossConfig) or c.head == c.loss.head,
+        "{c.head} with loss={c.loss.name}, which needs model.head={c.loss.head}, as recipe={c.loss.name} has",
+    ),
+    (
+        "model.head",
+        lambda c: c.head == "lm" or c.has_own_loss or isinstance(c.loss, HeadLossConfig),
+        "{c.head} has no next tokens to learn; set loss=reward, a loss of your own, or model.head=lm",
+    ),
+    (
+        "eval.prompts",
+        lambda c: not c.eval.prompts or c.head == "lm",
+        "are continued, and a model with model.head={c.head} writes nothing; leave them out",
+    ),
+)
+
 CHECKS: Checks = (
     ("run.dir", lambda c: c.run.dir.strip() != "", "is empty; name a folder, . for this one"),
     ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
@@ -260,14 +284,15 @@ CHECKS: Checks = (
     (
         "data.pairs",
         lambda c: not c.data.pairs or bool(c.loss),
-        "need a loss that compares two answers: set loss=dpo (or ipo, simpo, orpo, cpo, kto), or a loss of your own",
+        "need a loss that compares two answers: set loss=dpo (or ipo, simpo, orpo, cpo, kto, reward), or your own loss",
     ),
     (
         "loss.name",
-        lambda c: not c.has_preference_loss or c.data.pairs,
+        lambda c: not c.compares_pairs or c.data.pairs,
         "{c.loss.name} compares two answers; set data.pairs=true, data.chat=true",
     ),
     *ROLLOUT_CHECKS,
+    *HEAD_CHECKS,
     (
         "data.packing",
         lambda c: not c.data.pairs or c.data.packing == "auto",

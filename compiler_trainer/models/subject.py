@@ -11,10 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig, ModelConfig, Own, PreferenceConfig
+from compiler_trainer.config.schema import (
+    Config,
+    FolderConfig,
+    GrpoConfig,
+    HeadLossConfig,
+    ModelConfig,
+    Own,
+    PreferenceConfig,
+)
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import flops, folder, llama, user
 from compiler_trainer.models.grpo import grpo_loss
+from compiler_trainer.models.heads import LOSSES
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
 from compiler_trainer.models.place import folder_of
@@ -27,10 +36,10 @@ from passes.ir.spec import Value
 class Subject:
     """A model to train: a module whose parameters take no memory, its loss, and the source of its initial values.
 
-    `initial` yields the names and values of parameters and buffers; `logits` computes [B, T, V] for a batch with a
-    module that has values; `flops_per_token` gives the FLOPs of a token in a sequence of T tokens. `vocab_size` is None
-    if only the module knows it. A model that `has_weights` was trained before. `remarks` are lines for the start of a
-    run.
+    `initial` yields the names and values of parameters and buffers; `logits` computes [B, T, V], or the outputs of
+    another head (`model.head`), for a batch with a module that has values; `flops_per_token` gives the FLOPs of a token
+    in a sequence of T tokens. `vocab_size` is None if only the module knows it. A model that `has_weights` was trained
+    before. `remarks` are lines for the start of a run.
     """
 
     name: str
@@ -63,12 +72,14 @@ def subject(cfg: Config) -> Subject:
         base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
     else:
         base = of_ones_own(cfg.model, dtype, cfg.train.seed)
-    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig):
+    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | HeadLossConfig):
         check_no_balance(base.module, cfg.loss.name)
     if isinstance(cfg.loss, PreferenceConfig):
         return replace(base, loss=partial(preference_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, GrpoConfig):
         return replace(base, loss=partial(grpo_loss, base.logits, cfg.loss))
+    if isinstance(cfg.loss, HeadLossConfig):
+        return replace(base, loss=partial(LOSSES[cfg.loss.name], base.logits, cfg.loss))
     return replace(base, loss=user.loss_of(cfg.loss)) if cfg.loss else base
 
 
@@ -106,7 +117,7 @@ def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_o
         name=f"{config.model_type} in {label}",
         module=module,
         loss=partial(folder.loss_of, way),
-        logits=partial(folder.logits, way),
+        logits=partial(folder.OUTPUTS[cfg.head], way),
         initial=lambda: folder.initial(stored, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,

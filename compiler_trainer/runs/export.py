@@ -18,7 +18,7 @@ from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of
-from compiler_trainer.models.folder import library, plain
+from compiler_trainer.models.folder import CLASSES, library, plain
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
@@ -101,10 +101,11 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         if not is_models_tokenizer(cfg):
             write_tokenizer(cfg, out)
             name_end(out, tokenizer_of(cfg.data).end_of_document)
-        stops = stop_at_turns(out) if cfg.data.chat else ""
+        stops = stop_at_turns(out) if cfg.data.chat and cfg.model.head == "lm" else ""
         if cfg.model.lora and not merge:
-            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){stops}"
-        return f"{loaded_by_transformers(out)}{stops}"
+            labels = f", of a model with num_labels={plain(module).num_labels}" if cfg.model.head == "score" else ""
+            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){labels}{stops}"
+        return f"{loaded_by_transformers(out, CLASSES[cfg.model.head])}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
         model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones
@@ -113,7 +114,7 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         save(model.to(dtype), out)
         write_tokenizer(cfg, out)
         name_end(out, end)
-        return loaded_by_transformers(out)
+        return loaded_by_transformers(out, CLASSES["lm"])
     shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
     tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
     save_file(tensors, out / ONE_FILE)
@@ -126,9 +127,9 @@ def save(model: Any, out: Path) -> None:
     model.save_pretrained(out)
 
 
-def loaded_by_transformers(out: Path) -> str:
-    """Return a sentence on loading such a folder."""
-    return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
+def loaded_by_transformers(out: Path, name: str) -> str:
+    """Return a sentence on loading such a folder with a class of transformers."""
+    return f"load it with transformers' {name}.from_pretrained({str(out)!r})"
 
 
 def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
@@ -142,6 +143,8 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         dequantize_layers(module)
         untie_adapted(module)
         module = module.merge_and_unload()
+    if cfg.model.head == "score":
+        set_padding(cfg, plain(module).config)
     save(module.to(dtype), out)
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(local_path).rglob("*")):
@@ -150,6 +153,16 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         if file.is_file() and is_copied(name) and is_kept and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
+
+
+def set_padding(cfg: Config, config: Any) -> None:
+    """Leave out a config's padding token if the texts that are scored end with it.
+
+    transformers scores the last token that is no padding: in a text that ends so, it would be another than in training.
+    """
+    settings = tokenizer_of(cfg.data).settings
+    if config.pad_token_id in (settings.end_of_document, *settings.stops):
+        config.pad_token_id = None
 
 
 def is_copied(name: Path) -> bool:

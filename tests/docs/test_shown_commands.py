@@ -280,11 +280,13 @@ def test_a_choice_of_ones_own_is_what_its_file_says(places):
 
 @pytest.mark.full
 def test_every_export_loads_as_its_page_says(places, capsys):
-    for run, *words in (("tuned", "tuned"), ("lora", "merged", "--merge"), ("lora", "adapter")):
+    for run, *words in (("tuned", "tuned"), ("lora", "merged", "--merge"), ("lora", "adapter"), ("reward", "scorer")):
         assert call("export", run_of(run), *words) == 0
     page = (ROOT / "docs/guides/finetune.md").read_text()
-    chat, merged, adapter = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    capsys.readouterr()
+    chat, merged, adapter, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (scorer,) = (block for block in others if "scorer" in block)
+    exec(scorer, {})
+    assert re.search(r"tensor\(\[\[-?\d", capsys.readouterr().out)
     exec(chat, {})
     assert capsys.readouterr().out.endswith("\n")
     logits = []

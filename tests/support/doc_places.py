@@ -51,7 +51,11 @@ RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
+    "runs/reward": "reward",
 }
+
+
+HEADS = {"reward": ("recipe=reward", "data.files=[pairs.jsonl]")}  # runs of models with other heads
 
 
 JOB_FILES = (("docs/start.md", "job.yaml"), ("docs/guides/finetune.md", "tuned.yaml"), ("docs/guides/several-nodes.md", "8b.yaml"))
@@ -144,9 +148,10 @@ def run_of(kind: str) -> Path:
         lora = replace(QWEN, lora=LoraConfig(rank=2, targets=("q_proj",)))
         models = {"decoder": DECODER, "profiled": DECODER, "averaged": DECODER, "tuned": QWEN, "lora": lora}
         chats = DataConfig(name="text", files=("chats.jsonl",), tokenizer="qwen/tokenizer.json", chat=True)
-        corpus = DataConfig(name="synthetic", documents=40) if models[kind] is DECODER else chats
+        corpus = DataConfig(name="synthetic", documents=40) if models.get(kind) is DECODER else chats
         ema = TrainConfig(ema=0.9 if kind == "averaged" else None)
-        train(tiny(Config(model=models[kind], data=corpus, train=ema, run=RunConfig(profile=kind == "profiled")), path))
+        job = HEADS[kind] if kind in HEADS else Config(models[kind], data=corpus, train=ema, run=RunConfig(profile=kind == "profiled"))
+        train(tiny(job if isinstance(job, Config) else to_config(compose(["model.path=qwen", "data=text", *job])), path))
     return path
 
 

@@ -14,7 +14,7 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.descriptions import choices_of, comments, source_of, summary
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, spelled
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, PreferenceConfig
+from compiler_trainer.config.schema import Config, FolderConfig, HeadLossConfig, ModelConfig, PreferenceConfig
 
 FOLDER = ("model.path=Qwen/Qwen3-0.6B", "data=text", "data.files=[chats.jsonl]", "data.chat=true")
 TEXT = ("data=text", "data.files=[books]", "data.tokenizer=FOLDER/tokenizer.json")
@@ -76,7 +76,7 @@ def names(cfg: Config) -> Iterator[str]:
         yield from (f"model.lora.{name}" for name in ("rank", "alpha", "targets") if cfg.model.lora)
         yield from ("model.quantize" for _ in range(cfg.model.quantize is not None))
     yield from (*DATA, "data.chat" if cfg.data.chat else "data.tokenizer")
-    if isinstance(cfg.loss, PreferenceConfig):
+    if isinstance(cfg.loss, PreferenceConfig | HeadLossConfig):
         yield from (f"loss.{name}" for name in comments(type(cfg.loss)) if name != "name")
     yield from USUAL
 

@@ -1,0 +1,87 @@
+"""Models with another head than the one for next tokens: each loss trains as a plain loop over single documents does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import folders
+import pytest
+import torch
+from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, train_plainly, train_step
+
+from compiler_trainer.config.schema import FolderConfig, RewardConfig
+from compiler_trainer.models import folder
+from compiler_trainer.models.heads import reward_loss
+from compiler_trainer.models.skeleton import fill
+
+ROWS, LENGTH = 4, 14
+MESHES = [
+    ({}, 1),
+    ({"dp_shard": 2}, 1),
+    ({"tp": 2}, 2),
+    ({"cp": 2}, 1),
+    ({"pp": 2}, 2),
+    ({"dp_shard": 2, "cp": 2}, 2),
+]
+
+
+def of(kind="llama", **options):
+    """Return a skeleton in fp64 and its values by name."""
+    cfg = FolderConfig(str(folders.folder(kind)), **options)
+    module = folder.build(cfg, torch.float64)
+    return module, {name: value[()].to(torch.float64) for name, value in folder.initial(folder.stored_values(cfg, module), module, 0)}
+
+
+def plain(kind="llama", **options):
+    """Return the same model with its values."""
+    module, values = of(kind, **options)
+    return fill(module, values.items())
+
+
+def pairs(seed=3):
+    """Return batches of pairs of uneven lengths; the prompt's tokens are no labels, and the last row only fills the batch."""
+    draw = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in LRS:
+        tokens = torch.randint(3, 300, (ROWS, LENGTH), generator=draw)
+        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
+        for row in range(ROWS):
+            start = 0
+            for document, size in enumerate(torch.randint(3, LENGTH // 2, (2,), generator=draw).tolist()):
+                end = start + size
+                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
+                labels[row, start + 1 : end - 1] = tokens[row, start + 2 : end]  # the first two tokens are a prompt
+                start = end
+        counts = (torch.arange(ROWS) < ROWS - 1).long()
+        labels[counts == 0] = -100
+        result.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts})
+    return result
+
+
+def documents_of(batch, count=2):
+    """Yield the token ids of the documents of each real row."""
+    for row in batch["pairs"].nonzero().flatten():
+        yield [batch["tokens"][row][batch["documents"][row] == document][None] for document in range(count)]
+
+
+def plain_reward(center, model, batch):
+    """Return the loss of TRL 1.16, `RewardTrainer.compute_loss`, with transformers' own scores, pair by pair."""
+    model.config.pad_token_id = None
+    scores = [[model(input_ids=ids).logits[0, 0] for ids in documents] for documents in documents_of(batch)]
+    chosen, rejected = (torch.stack(column) for column in zip(*scores))
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    return loss + center * torch.mean((chosen + rejected) ** 2)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
+@pytest.mark.parametrize("center", [0.0, 0.1])
+def test_rewards_train_as_those_of_transformers(center, mesh, microbatches):
+    data, (module, values) = pairs(), of(head="score")
+    metrics, state = train_plainly(plain(head="score"), partial(plain_reward, center), data, ADAMW)
+    loss = partial(reward_loss, partial(folder.scores, "positions"), RewardConfig("reward", center=center))
+    step = compile_lockstep(module, loss, data[0], mesh, microbatches=microbatches, initial=values.items())
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same({name: result[name] for name in expected}, expected, EXACT)
+        assert result["reward_margin"] == pytest.approx(result["reward_chosen"] - result["reward_rejected"])
+    assert_same(step.state_dict(), state, EXACT)

@@ -1,0 +1,124 @@
+"""Runs of models with another head, from a file to a folder that transformers loads and that gives the same outputs."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from commands import call
+from doc_places import TEMPLATE, tokenizer
+from folders import model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.validate import validate
+from compiler_trainer.runs.saved import options_of, trained_model
+
+SMALL = (
+    "train.seq_len=64", "train.global_batch_size=4", "train.steps=6", "eval.interval=3", "checkpoint.interval=3",
+    "data.eval_fraction=0.2", "optim.lr=3e-3", "lower.backend=eager", "run.dump_graphs=false", "data.cache=cache", "data=text",
+)  # fmt: skip
+LORA = "model.lora={rank:2,targets:[all-linear]}"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Return a folder, the current one, with a model whose padding token ends documents, as in many of the hub."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model("qwen3").save_pretrained("qwen")
+    tokenizer().save("qwen/tokenizer.json")
+    (tmp_path / "qwen/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}')
+    (tmp_path / "qwen/chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def write(name, rows):
+    with open(name, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def pairs(count=30):
+    return [{"prompt": f"{i}?", "chosen": "Sea." + "!" * (i % 3), "rejected": "No."} for i in range(count)]
+
+
+def chat(prompt, answer):
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+# ---- rewards -------------------------------------------------------------------------------------------
+
+REWARD = ("recipe=reward", "model.path=qwen", "data.files=[pairs.jsonl]", *SMALL)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [(), (LORA,), (LORA, "model.quantize=int8", "checkpoint.frozen=false")], ids=str)
+def test_a_reward_model_ranks_answers_and_transformers_scores_them_alike(options, place):
+    write("pairs.jsonl", pairs())
+    assert call(*REWARD, *options, "run.dir=run") == 0
+    first, *_, last = records(place / "run")
+    assert first["loss"] > last["loss"] and last["eval_reward_accuracy"] == 1
+    assert last["eval_reward_margin"] > first["reward_margin"]
+    assert call("export", "run", "out", *["--merge"] * bool(options)) == 0
+    scorer = AutoModelForSequenceClassification.from_pretrained("out").eval()
+    assert scorer.num_labels == 1 and type(scorer).__name__ == "Qwen3ForSequenceClassification"
+    ids = [AutoTokenizer.from_pretrained("out").apply_chat_template(chat("7?", answer), return_tensors="pt")["input_ids"] for answer in ("Sea.!", "No.")]
+    (chosen,), (rejected,) = (scorer(input_ids=row).logits[0].tolist() for row in ids)
+    assert chosen > rejected
+    trained, module = trained_model(options_of(place / "run", []))
+    batches = [{"tokens": row, "positions": torch.arange(row.shape[1])[None], "documents": torch.zeros_like(row)} for row in ids]
+    ours = [trained.logits(module, batch)[0, -1, 0].item() for batch in batches]
+    assert [chosen, rejected] == pytest.approx(ours, abs=1e-2 if "model.quantize=int8" in options else 1e-5)
+
+
+@pytest.mark.full
+def test_a_head_is_resumed_and_is_part_of_an_adapter(place):
+    write("pairs.jsonl", pairs())
+    job = [*REWARD, LORA, "checkpoint.frozen=false", "lr_schedule=constant", "lr_schedule.warmup_fraction=0"]
+    assert call(*job, "run.dir=whole") == 0
+    assert call(*job, "train.steps=3", "run.dir=parts") == 0
+    assert call(*job, "checkpoint.resume=latest", "run.dir=parts") == 0
+    assert [r["loss"] for r in records(place / "whole")] == [r["loss"] for r in records(place / "parts")]
+    assert call("export", "parts", "adapter") == 0 and call("export", "whole", "merged", "--merge") == 0
+    assert load_file("adapter/adapter_model.safetensors")["base_model.model.score.weight"].shape == (1, 24)
+    base = AutoModelForSequenceClassification.from_pretrained("qwen", num_labels=1)
+    ids = torch.randint(4, 260, (1, 9))
+    adapted, merged = peft.PeftModel.from_pretrained(base, "adapter"), AutoModelForSequenceClassification.from_pretrained("merged")
+    torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, merged.eval()(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_scores_writes_nothing(place, capsys):
+    write("pairs.jsonl", pairs(8))
+    assert call(*REWARD, "train.steps=1", "eval.interval=null", "checkpoint.keep_best=0", "run.dir=run") == 0
+    assert "compiler-trainer generate" not in capsys.readouterr().out
+    assert call("generate", "run", "--prompt", "a") == 2
+    assert "model.head: is score, so the model writes nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["model.head=lm"], "model.head: lm with loss=reward, which needs model.head=score, as recipe=reward has"),
+        (["loss=dpo"], "model.head: score has no next tokens to learn; set loss=reward"),
+        (["data.pairs=false"], "loss.name: reward compares two answers; set data.pairs=true"),
+        (["eval.prompts=[a]"], "eval.prompts: are continued, and a model with model.head=score writes nothing"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        validate(to_config(compose(["recipe=reward", "model.path=qwen", "data=text", "data.files=[pairs.jsonl]", *options])), 1)
+
+
+def test_our_own_decoders_have_no_such_head():
+    data = ("data=text", "data.files=[pairs.jsonl]", "data.chat=true", "data.pairs=true", "data.tokenizer=TOK", "model.attention=documents")
+    with pytest.raises(UserError, match="loss.name: reward puts a head on a model of transformers; set model=hf"):
+        validate(to_config(compose(["loss=reward", *data])), 1)
