@@ -97,6 +97,11 @@ FEATURES = {
             f"model=hf model.path=FOLDER model.head=score loss=reward {TEXT} data.chat=true data.pairs=true",
             "tests/compiler_trainer/models/test_heads.py",
         ),
+        Feature(
+            "text classification",
+            f"model=hf model.path=FOLDER model.head=score loss=classify {TEXT} data.records=classes data.labels=[a,b]",
+            "tests/compiler_trainer/models/test_heads.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(

@@ -304,25 +304,36 @@ class GrpoConfig:
 class HeadLossConfig:
     """A loss of outputs other than next tokens, for which `model.head` has to be `head`."""
 
-    name: Literal["reward"]  # the built-in loss
+    name: Literal["reward", "classify"]  # the built-in loss
     head: ClassVar[Head] = "score"
+    records: ClassVar[tuple[str, ...]] = ("documents",)  # of the data
 
 
 @dataclass(frozen=True)
 class RewardConfig(HeadLossConfig):
     """A reward model of preference pairs (Bradley-Terry): the chosen answer should have the higher score.
 
-    Source: InstructGPT, equation 1 of arXiv:2203.02155. An answer's score is that of its last token.
+    Source: InstructGPT, equation 1 of arXiv:2203.02155. An answer's score is that of its last token. With
+    `data.margins`, scores should differ by more than a pair's margin (Llama 2, equation 2 of arXiv:2307.09288).
     """
 
     name: Literal["reward"]  # the built-in loss
     center: NonNegativeFloat = 0.0  # weight of the squared sum of a pair's scores, 0.01 in arXiv:2312.09244
 
 
+@dataclass(frozen=True)
+class ClassifyConfig(HeadLossConfig):
+    """The cross-entropy of the classes of texts (`data.records=classes`), each from the scores of its last token."""
+
+    name: Literal["classify"]  # the built-in loss
+    records: ClassVar[tuple[str, ...]] = ("classes",)
+
+
 LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | HeadLossConfig]] = {
     **PREFERENCE_LOSSES,
     "grpo": GrpoConfig,
     "reward": RewardConfig,
+    "classify": ClassifyConfig,
 }
 
 
@@ -340,6 +351,7 @@ Called = Annotated[Own, Must("have a _target_, the dotted name of a class or fun
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
 
+Records = Literal["documents", "classes"]
 DataKind = Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "prompts", "custom"]
 
 
@@ -394,6 +406,9 @@ class DataConfig(SourceConfig):
     add_bos_token: bool | None = None  # start each text with the bos_token; null: as the tokenizer does
     chat: bool = False  # records are conversations; only the assistant's answers count in the loss
     pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
+    margins: bool = False  # with `pairs`: a record has a `margin`, by which its answers' scores should differ
+    records: Records = "documents"  # texts or conversations, or texts with a `label`
+    labels: tuple[str, ...] = ()  # with records=classes: the names of the classes
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
@@ -403,11 +418,23 @@ class DataConfig(SourceConfig):
     cache_gib: PositiveFloat = 256.0  # above it, tokens unused for 30 days and copies unread for 10 minutes are deleted
 
     @property
-    def packs(self) -> Literal["cut", "fit", "pairs", "short pairs"]:
+    def packs(self) -> str:
         """The packing of documents. Conversations stay whole, so that no answer is separated from its question."""
         if self.pairs:
             return "short pairs" if self.bad_records == "skip" else "pairs"
+        if self.records == "classes":
+            return "short texts" if self.bad_records == "skip" else "texts"
         return self.packing if self.packing != "auto" else "fit" if self.chat else "cut"
+
+    @property
+    def has_values(self) -> bool:
+        """True if a document has a number: its class, or its pair's margin."""
+        return self.margins or self.records == "classes"
+
+    @property
+    def has_counted(self) -> bool:
+        """True if only some tokens of a document are labels."""
+        return self.chat or self.records != "documents"
 
     @property
     def read(self) -> tuple[SourceConfig, ...]:
@@ -890,9 +917,19 @@ class Config:
         return isinstance(self.loss, PreferenceConfig)
 
     @property
+    def loss_name(self) -> str:
+        """The name of the loss."""
+        return "cross_entropy" if isinstance(self.loss, Mapping) else self.loss.name
+
+    @property
     def compares_pairs(self) -> bool:
         """Return True if the loss is a built-in one that needs `data.pairs`."""
         return isinstance(self.loss, PreferenceConfig | RewardConfig)
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """The kinds of records (`data.records`) that the loss can take."""
+        return self.loss.records if isinstance(self.loss, HeadLossConfig) else ("documents",)
 
     @property
     def head(self) -> str:

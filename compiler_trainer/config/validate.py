@@ -22,6 +22,7 @@ from compiler_trainer.config.schema import (
     HeadLossConfig,
     MeshConfig,
     ModelConfig,
+    RewardConfig,
     SourceConfig,
     open_axes,
     with_steps,
@@ -30,6 +31,7 @@ from passes.ir.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path in an error
+TEXTS = {"classes"}  # records that are no conversations
 CONVERSATIONS = {"text", "hf_dataset", "tokens", "prompts"}  # data that may be conversations
 
 
@@ -202,6 +204,42 @@ HEAD_CHECKS: Checks = (
         "{c.head} has no next tokens to learn; set loss=reward, a loss of your own, or model.head=lm",
     ),
     (
+        "data.records",
+        lambda c: c.has_own_loss or c.data.records in c.records,
+        "{c.data.records} with loss={c.loss_name}, which needs {c.records[0]}, as its recipe has",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records == "documents" or not c.data.pairs,
+        "{c.data.records} with data.pairs=true, whose records are pairs; set one of them",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records not in TEXTS or not c.data.chat,
+        "{c.data.records} are texts, not conversations; set data.chat=false",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records == "documents" or names((*c.data.read, *c.data.validation)) <= CONVERSATIONS,
+        "{c.data.records} come from data=text, hf_dataset or tokens; name files, as data=text data.files=[a.jsonl]",
+    ),
+    (
+        "data.labels",
+        lambda c: bool(c.data.labels) == (c.data.records == "classes"),
+        "{c.data.labels} with data.records={c.data.records}; classes need names, as data.labels=[negative,positive], "
+        "other records none",
+    ),
+    (
+        "data.labels",
+        lambda c: not c.data.labels or len({*c.data.labels}) == len(c.data.labels) > 1,
+        "{c.data.labels} are not several different names; name each class once",
+    ),
+    (
+        "data.margins",
+        lambda c: not c.data.margins or c.data.pairs and (c.has_own_loss or isinstance(c.loss, RewardConfig)),
+        "true with loss={c.loss_name}, which takes no margin; set loss=reward with data.pairs=true, or false",
+    ),
+    (
         "eval.prompts",
         lambda c: not c.eval.prompts or c.head == "lm",
         "are continued, and a model with model.head={c.head} writes nothing; leave them out",
@@ -299,9 +337,19 @@ CHECKS: Checks = (
         "{c.data.packing} with data.pairs, and each pair is one sequence; leave it auto",
     ),
     (
+        "data.packing",
+        lambda c: c.data.records == "documents" or c.data.packing == "auto",
+        "{c.data.packing} with data.records={c.data.records}, which stay whole; leave it auto",
+    ),
+    (
         "model.attention",
         lambda c: not c.data.pairs or getattr(c.model, "attention", "documents") == "documents",
         "{c.model.attention} with data.pairs: both answers share a sequence and must not see each other; set documents",
+    ),
+    (
+        "model.attention",
+        lambda c: c.data.records == "documents" or getattr(c.model, "attention", "documents") == "documents",
+        "{c.model.attention} with data.records={c.data.records}, several of which share a sequence; set documents",
     ),
     (
         "data.tokenizer",

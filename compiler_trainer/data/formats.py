@@ -23,9 +23,11 @@ from compiler_trainer.data.records import (
     Fields,
     Message,
     Pair,
+    class_of,
     decode,
     ids_of,
     messages_of,
+    number_of,
     text_of,
 )
 
@@ -88,12 +90,32 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
         return Document(content_of(row, fields.column), unused=unused_in(row, columns, {fields.column}))
     if fields.kind == "record":
         return Document(dict(row))
+    if fields.kind == "class":
+        return classified(row, fields, columns)
     form = format_of(row, fields.kind)
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
-    unused = unused_in(row, columns, {*form.required, *form.optional, *fields.names, "system"})
+    margin = number_of(field_of(row, "margin"), "margin") if fields.margins else None
+    used = {*form.required, *form.optional, *fields.names, "system", *["margin"] * fields.margins}
+    unused = unused_in(row, columns, used)
     if isinstance(content, Pair) and not begins_with(content, with_system(row, form.read(row).messages)):
         unused = (*unused, form.required[0])
-    return Document(content, unused=unused, form=describe(form, row))
+    return Document(content, unused=unused, form=describe(form, row), value=margin)
+
+
+def classified(row: Row, fields: Fields, columns: Sequence[str]) -> Document:
+    """Return the text of a row with the number of its class."""
+    text = text_of(field_of(row, fields.column), fields.column)
+    if not text.strip():
+        raise BadRecord(f'field "{fields.column}" is empty')
+    value = class_of(field_of(row, "label"), fields.labels)
+    return Document(text, unused=unused_in(row, columns, {fields.column, "label"}), value=value)
+
+
+def field_of(row: Row, name: str) -> Any:
+    """Return a field of a row; raise BadRecord if it is missing."""
+    if row.get(name) is None:
+        raise BadRecord(f'has no field "{name}"{list_fields(row)}')
+    return row[name]
 
 
 def unused_in(row: Row, columns: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
@@ -316,8 +338,11 @@ def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
         return [fields.column]
     if fields.kind == "record":
         return list(names)
+    if fields.kind == "class":
+        return [name for name in names if name in (fields.column, "label")]
     if not fitting(names, fields.kind):
         raise BadRecord(nearest(names, fields.kind))
     formats = FORMATS[fields.kind]
     used = {name for form in formats for name in (*form.required, *form.optional)} | fields.names | {"system"}
+    used |= {"margin"} if fields.margins else set()
     return [name for name in names if name in used]

@@ -54,7 +54,8 @@ class Rows(Protocol):
         """Return `tokens`, `labels`, `positions` and `documents` of the rows numbered `rows`, one or more.
 
         All are int64 [len(rows), seq_len]. Positions count from 0 at each document's first token in the row. Documents
-        are numbered from 0 in the row; padding has document -1.
+        are numbered from 0 in the row; padding has document -1. If documents have numbers, `values`, fp32 [len(rows),
+        seq_len], is that of each token's document.
         """
 
     @property
@@ -103,12 +104,19 @@ class PackedRows(Rows):
         has_label = ~is_padding & ((at + 1 < layout.starts[piece + 1]) | layout.continues[piece])
         if self.corpus.counted is not None:
             has_label &= self.corpus.counted.take(source + 1, mode="clip")
-        return {
+        entries: dict[str, NDArray[Any]] = {
             "tokens": np.where(is_padding, self.corpus.end_of_document, self._tokens(source)),
             "labels": np.where(has_label, self._tokens(source + 1), IGNORED_LABEL),
             "positions": at - np.maximum(layout.starts[piece], row_starts[:, None]),
             "documents": np.where(is_padding, PADDING_DOCUMENT, piece - piece[:, :1]),
         }
+        return entries | ({} if self.corpus.values is None else {"values": self._values(piece)})
+
+    def _values(self, piece: Ids) -> NDArray[np.float32]:
+        """Return the number of each piece's document; that of padding is arbitrary."""
+        assert self.corpus.values is not None
+        document = np.searchsorted(self.corpus.offsets, self.layout.sources[piece], side="right") - 1
+        return self.corpus.values.take(document, mode="clip")
 
     def _pieces(self, at: Ids) -> Ids:
         """Return the pieces at some positions of the stream."""
@@ -223,11 +231,24 @@ def pairs(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
     return Layout(starts, sources[nonempty], np.zeros(int(nonempty.sum()), bool), np.arange(len(firsts)), skipped)
 
 
+def texts(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Fit whole documents into rows; longer ones are skipped with `skip`, otherwise they raise UserError."""
+    lengths = corpus.lengths(order)
+    fits = lengths <= seq_len
+    if not (skip or fits.all()):
+        limit = f"the longest has {lengths.max():,}; increase train.seq_len, or set data.bad_records=skip to skip them"
+        problem = f"{np.sum(~fits):,} of {len(order):,} texts are longer than rows of {seq_len:,} tokens"
+        raise UserError("data.records", f"{problem}, {limit}")
+    return fit(corpus, order[fits], seq_len)._replace(cut_documents=int(np.sum(~fits)))
+
+
 LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
     "cut": cut,
     "fit": fit,
     "pairs": partial(pairs, False),
     "short pairs": partial(pairs, True),
+    "texts": partial(texts, False),
+    "short texts": partial(texts, True),
 }
 
 
@@ -362,14 +383,15 @@ def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
     """Return the sequences of a volume, from the cache if they are there."""
     key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, spec]
     volume = get_or_make(cache, key, lambda folder: write_layouts(folder, corpus, spec))
-    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
+    if corpus.values is None:
+        corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
     train, held_out = (load_rows(volume, half, corpus, spec.seq_len) for half in ("train", "held_out"))
     return VolumeRows(train, held_out, volume.holds["is_cut"])
 
 
 def write_layouts(folder: Path, corpus: Corpus, spec: LayoutSpec) -> dict[str, Any]:
     """Write both layouts of a volume, and return the facts to store."""
-    halves = split_pairs if spec.packing in PAIRED else split
+    halves = partial(split_records, TOGETHER[spec.packing]) if spec.packing in TOGETHER else split
     split_corpus, trained, held_out = halves(corpus, spec.eval_fraction, spec.documents_before)
     np.random.default_rng(spec.seed).shuffle(trained)
     holds = {
@@ -417,28 +439,32 @@ def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
 # ---- preference pairs ----------------------------------------------------------------------------------
 
 
-PAIRED = ("pairs", "short pairs")  # packings of pairs
+TOGETHER = {"pairs": 2, "short pairs": 2, "texts": 1, "short texts": 1}  # documents of a record, by packing
 
 
-def split_pairs(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
-    """Return the corpus and the documents of training and of validation pairs, each ascending, like `corpus.split`.
+def split_records(
+    size: int, corpus: Corpus, eval_fraction: float, documents_before: int = 0
+) -> tuple[Corpus, Ids, Ids]:
+    """Return the corpus and the documents of training and of validation records, each ascending, like `corpus.split`.
 
-    Both documents of a pair are in the same half. If the draw selects no pair, the last one is for validation.
+    All `size` documents of a record are in the same half, whole. If the draw selects no record, the last one is for
+    validation.
     """
-    is_validation_pair = np.full(len(corpus) // 2, eval_fraction == 1)
+    is_validation_record = np.full(len(corpus) // size, eval_fraction == 1)
     if 0 < eval_fraction < 1:
-        is_validation_pair = draw_validation(len(is_validation_pair), eval_fraction, documents_before // 2)
-        if len(is_validation_pair) < 2:
-            raise UserError("data.eval_fraction", "there is only one pair, too few for validation pairs; set it to 0")
-        if is_validation_pair.all() or not is_validation_pair.any():
-            is_validation_pair = np.arange(len(is_validation_pair)) == len(is_validation_pair) - 1
-    is_validation = np.repeat(is_validation_pair, 2)
+        is_validation_record = draw_validation(len(is_validation_record), eval_fraction, documents_before // size)
+        if len(is_validation_record) < 2:
+            raise UserError("data.eval_fraction", "there is only one record, too few for validation; set it to 0")
+        if is_validation_record.all() or not is_validation_record.any():
+            is_validation_record = np.arange(len(is_validation_record)) == len(is_validation_record) - 1
+    is_validation = np.repeat(is_validation_record, size)
     return corpus, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
 class PairRows(Rows):
     """Rows of one pair each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
 
+    If pairs have margins, these are the entry `margins`, fp32 [rows].
     `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become
     the entries `REFERENCE`, fp32 [rows]. With three columns, an unrelated answer is the third document of each row.
     """
@@ -457,6 +483,8 @@ class PairRows(Rows):
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
         entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows), "pairs": np.ones(len(rows), np.int64)}
+        if "values" in entries:
+            entries["margins"] = entries.pop("values")[:, 0]
         if self.reference is None:
             return entries
         if self.reference.shape[1] == len(REFERENCE):
@@ -479,3 +507,26 @@ def append_unrelated(row: dict[str, Ids], other: dict[str, Ids]) -> None:
     document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, 2)}
     for name, values in document.items():
         row[name][begin : begin + size] = values[:size]
+
+
+# ---- classes -------------------------------------------------------------------------------------------
+
+
+class ClassRows(Rows):
+    """Rows of texts whose last token has the number of the text's class as its label."""
+
+    def __init__(self, rows: Rows):
+        self.rows, self.seq_len, self.facts = rows, rows.seq_len, rows.facts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def token_counts(self, rows: Ids) -> Ids:
+        """Return the number of tokens of each row that belong to documents."""
+        return self.rows.token_counts(rows)
+
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
+        """Return the entries of some rows."""
+        entries = self.rows.batch(rows)
+        classes = entries.pop("values").astype(np.int64)
+        return entries | {"labels": np.where(entries["labels"] == IGNORED_LABEL, IGNORED_LABEL, classes)}

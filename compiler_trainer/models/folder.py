@@ -77,12 +77,15 @@ def config_of(cfg: FolderConfig) -> Any:
     return config
 
 
-def build_module(cfg: FolderConfig) -> nn.Module:
-    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model."""
+def build_module(cfg: FolderConfig, labels: tuple[str, ...] = ()) -> nn.Module:
+    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model.
+
+    A head of scores has one for each of `labels`, or one alone.
+    """
     transformers = library()
     config = config_of(cfg)
     if cfg.head == "score":
-        config.num_labels = 1
+        set_labels(cfg, config, labels)
     try:
         module = getattr(transformers, CLASSES[cfg.head]).from_config(config, dtype=torch.float32)
     except Exception as error:  # any kind: the file is at fault
@@ -92,6 +95,19 @@ def build_module(cfg: FolderConfig) -> nn.Module:
         problem = f"is of a {config.model_type}, whose sequence classification has no layer {SCORE!r}"
         raise UserError("model.path", f"{problem} after its last token; use another model")
     return module.train() if cfg.lora is None else adapted(module, cfg.lora, TASKS[cfg.head])
+
+
+def set_labels(cfg: FolderConfig, config: Any, labels: tuple[str, ...]) -> None:
+    """Set the names of classes, or one label for a reward; raise UserError if the folder's own head has others."""
+    named = dict(enumerate(labels or ["LABEL_0"]))
+    is_trained = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    generic = {number: f"LABEL_{number}" for number in named}
+    if cfg.init == "weights" and is_trained and config.id2label not in (named, generic):
+        theirs = ",".join(config.id2label.values())
+        problem = f"{list(labels)}, but the head of {cfg.path} has {len(config.id2label)} labels, {theirs}"
+        raise UserError("data.labels", f"{problem}; set these, or model.init=random")
+    config.id2label, config.label2id = named, {name: number for number, name in named.items()}
+    config.problem_type = "single_label_classification" if labels else None
 
 
 def adapted(module: nn.Module, lora: LoraConfig, task: str = TASKS["lm"]) -> nn.Module:
@@ -403,6 +419,6 @@ def quantize(module: nn.Module, format_name: str | None) -> str:
     return quantize_layers(module, format_name, [plain(module).get_output_embeddings(), *heads]) if format_name else ""
 
 
-def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:
+def build(cfg: FolderConfig, dtype: torch.dtype | None, labels: tuple[str, ...] = ()) -> nn.Module:
     """Return the skeleton of the folder's model."""
-    return skeleton(partial(build_module, cfg), dtype)
+    return skeleton(partial(build_module, cfg, labels), dtype)

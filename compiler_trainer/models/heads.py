@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler_trainer.config.schema import RewardConfig
-from compiler_trainer.models.loss import IGNORED_LABEL, widened
+from compiler_trainer.config.schema import ClassifyConfig, RewardConfig
+from compiler_trainer.models.loss import IGNORED_LABEL, cross_entropy, widened
 from compiler_trainer.models.preference import mean
 
 Outputs = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -23,13 +23,13 @@ def reward_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean loss of pairs, and metrics named as those of `preference_loss`, from scores [B, T, 1].
 
-    It is equation 1 of arXiv:2203.02155, plus `center` times the squared sum of a pair's scores (equation 2 of
-    arXiv:2312.09244).
+    It is equation 1 of arXiv:2203.02155, with margins equation 2 of arXiv:2307.09288, plus `center` times the squared
+    sum of a pair's scores (equation 2 of arXiv:2312.09244).
     """
     scores, pairs = widened(outputs(model, batch)).squeeze(-1), batch["pairs"]
     chosen, rejected = (score_of(scores, batch, document) for document in (0, 1))
     margin = chosen - rejected
-    losses = -F.logsigmoid(margin)
+    losses = -F.logsigmoid(margin - batch["margins"] if "margins" in batch else margin)
     if cfg.center:
         losses = losses + cfg.center * (chosen + rejected).square()
     metrics = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin}
@@ -48,4 +48,20 @@ def score_of(scores: Tensor, batch: Mapping[str, Tensor], document: int) -> Tens
     return torch.where(is_document & (positions == last), scores, 0.0).sum(1)
 
 
-LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {"reward": reward_loss}
+def classification_loss(
+    outputs: Outputs, cfg: ClassifyConfig, model: nn.Module, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean cross-entropy in nats of the classes of texts, from scores [B, T, classes], and the accuracy.
+
+    Labels, int64 [B, T], are the numbers of classes at the last tokens of texts.
+    """
+    scores, labels = widened(outputs(model, batch)), batch["labels"]
+    has_label = labels != IGNORED_LABEL
+    is_right = (has_label & (scores.argmax(-1) == labels)).to(scores.dtype)
+    return cross_entropy(scores, labels), {"accuracy": is_right.sum() / has_label.sum()}
+
+
+LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+    "reward": reward_loss,
+    "classify": classification_loss,
+}

@@ -69,7 +69,7 @@ def subject(cfg: Config) -> Subject:
     if isinstance(cfg.model, ModelConfig):
         base = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
+        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss, cfg.data.labels)
     else:
         base = of_ones_own(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | HeadLossConfig):
@@ -107,14 +107,21 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
-    """Return the model of a folder that transformers wrote, under the name `label`."""
-    module = folder.build(cfg, dtype)
+def of_folder(
+    cfg: FolderConfig,
+    name: str,
+    dtype: torch.dtype,
+    seed: int,
+    is_our_loss: bool = True,
+    labels: tuple[str, ...] = (),
+) -> Subject:
+    """Return the model of a folder that transformers wrote, under a name; a head of scores has `labels`."""
+    module = folder.build(cfg, dtype, labels)
     config, stored = folder.plain(module).config, folder.stored_values(cfg, module)
     quantized = folder.quantize(module, cfg.quantize)
     way = way_of(cfg.attention, config, is_our_loss)
     return Subject(
-        name=f"{config.model_type} in {label}",
+        name=f"{config.model_type} in {name}",
         module=module,
         loss=partial(folder.loss_of, way),
         logits=partial(folder.OUTPUTS[cfg.head], way),

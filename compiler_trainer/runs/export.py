@@ -156,12 +156,15 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
 
 
 def set_padding(cfg: Config, config: Any) -> None:
-    """Leave out a config's padding token if the texts that are scored end with it.
+    """Leave out a config's padding token if the texts that are scored end with it; give one to others that have none.
 
     transformers scores the last token that is no padding: in a text that ends so, it would be another than in training.
     """
     settings = tokenizer_of(cfg.data).settings
-    if config.pad_token_id in (settings.end_of_document, *settings.stops):
+    ends = {settings.end_of_document, *settings.stops} if cfg.data.chat else set(settings.ending)
+    if config.pad_token_id is None and settings.end_of_document not in ends:
+        config.pad_token_id = settings.end_of_document
+    if config.pad_token_id in ends:
         config.pad_token_id = None
 
 

@@ -42,6 +42,7 @@ TEMPLATE = (
 )
 TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": SENTENCE}]}
 PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
+REVIEWS = [{"text": "The fjord was cold.", "label": "negative"}, {"text": "The fjord was fine!", "label": "positive"}]
 ASKED = {"prompt": "7 * 8?", "result": "56"}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
@@ -51,11 +52,14 @@ RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
-    "runs/reward": "reward",
+    "runs/reward": "reward", "runs/classes": "classes",
 }
 
 
-HEADS = {"reward": ("recipe=reward", "data.files=[pairs.jsonl]")}  # runs of models with other heads
+HEADS = {  # runs of models with other heads
+    "reward": ("recipe=reward", "data.files=[pairs.jsonl]"),
+    "classes": ("recipe=classify", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
+}
 
 
 JOB_FILES = (("docs/start.md", "job.yaml"), ("docs/guides/finetune.md", "tuned.yaml"), ("docs/guides/several-nodes.md", "8b.yaml"))
@@ -70,6 +74,7 @@ def furnish(folder: Path) -> None:
         Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
         Path(folder, name).write_text("".join(json.dumps(TALK) + "\n" for _ in range(60)))
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
+    (folder / "reviews.jsonl").write_text("".join(json.dumps(review) + "\n" for review in REVIEWS) * 20)
     (folder / "prompts.jsonl").write_text((json.dumps(ASKED) + "\n") * 3)
     (folder / "my_rewards.py").write_text(shown_module("docs/guides/finetune.md", "my_rewards"))
     model("qwen3").save_pretrained(folder / "qwen")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, train_plainly, train_step
 
-from compiler_trainer.config.schema import FolderConfig, RewardConfig
+from compiler_trainer.config.schema import ClassifyConfig, FolderConfig, RewardConfig
 from compiler_trainer.models import folder
-from compiler_trainer.models.heads import reward_loss
+from compiler_trainer.models.heads import classification_loss, reward_loss
 from compiler_trainer.models.skeleton import fill
 
 ROWS, LENGTH = 4, 14
@@ -25,10 +25,10 @@ MESHES = [
 ]
 
 
-def of(kind="llama", **options):
+def of(kind="llama", labels=(), **options):
     """Return a skeleton in fp64 and its values by name."""
     cfg = FolderConfig(str(folders.folder(kind)), **options)
-    module = folder.build(cfg, torch.float64)
+    module = folder.build(cfg, torch.float64, labels)
     return module, {name: value[()].to(torch.float64) for name, value in folder.initial(folder.stored_values(cfg, module), module, 0)}
 
 
@@ -58,6 +58,22 @@ def pairs(seed=3):
     return result
 
 
+def classes(count, seed=4):
+    """Return batches of texts of uneven lengths, several in a row, each with its class as the label of its last token."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in LRS:
+        tokens = torch.randint(3, 300, (ROWS, LENGTH), generator=draw)
+        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
+        for row in range(ROWS):
+            start = 0
+            for document, size in enumerate(torch.randint(2, LENGTH // 3, (row % 3 + 1,), generator=draw).tolist()):
+                end = start + size
+                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
+                labels[row, end - 1] = torch.randint(0, count, (), generator=draw)
+                start = end
+        yield {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents}
+
+
 def documents_of(batch, count=2):
     """Yield the token ids of the documents of each real row."""
     for row in batch["pairs"].nonzero().flatten():
@@ -69,15 +85,18 @@ def plain_reward(center, model, batch):
     model.config.pad_token_id = None
     scores = [[model(input_ids=ids).logits[0, 0] for ids in documents] for documents in documents_of(batch)]
     chosen, rejected = (torch.stack(column) for column in zip(*scores))
-    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    margins = batch["margins"][batch["pairs"] > 0] if "margins" in batch else 0
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected - margins).mean()
     return loss + center * torch.mean((chosen + rejected) ** 2)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
-@pytest.mark.parametrize("center", [0.0, 0.1])
-def test_rewards_train_as_those_of_transformers(center, mesh, microbatches):
+@pytest.mark.parametrize("center, margins", [(0.0, False), (0.1, True)])
+def test_rewards_train_as_those_of_transformers(center, margins, mesh, microbatches):
     data, (module, values) = pairs(), of(head="score")
+    if margins:
+        data = [batch | {"margins": torch.arange(ROWS) / 3.0} for batch in data]
     metrics, state = train_plainly(plain(head="score"), partial(plain_reward, center), data, ADAMW)
     loss = partial(reward_loss, partial(folder.scores, "positions"), RewardConfig("reward", center=center))
     step = compile_lockstep(module, loss, data[0], mesh, microbatches=microbatches, initial=values.items())
@@ -85,3 +104,37 @@ def test_rewards_train_as_those_of_transformers(center, mesh, microbatches):
         assert_same({name: result[name] for name in expected}, expected, EXACT)
         assert result["reward_margin"] == pytest.approx(result["reward_chosen"] - result["reward_rejected"])
     assert_same(step.state_dict(), state, EXACT)
+
+
+def plain_classes(model, batch):
+    """Return transformers' own loss, text by text."""
+    model.config.pad_token_id = None
+    losses = []
+    for row, place in (batch["labels"] != -100).nonzero().tolist():
+        size = int(batch["positions"][row, place]) + 1
+        ids, label = batch["tokens"][row, place + 1 - size : place + 1], batch["labels"][row, place]
+        losses.append(model(input_ids=ids[None], labels=label[None]).loss)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_classes_train_as_those_of_transformers(count, mesh, microbatches):
+    labels = tuple("abc"[:count])
+    data, (module, values) = list(classes(count)), of(head="score", labels=labels)
+    metrics, state = train_plainly(plain(head="score", labels=labels), plain_classes, data, ADAMW)
+    loss = partial(classification_loss, partial(folder.scores, "positions"), ClassifyConfig("classify"))
+    step = compile_lockstep(module, loss, data[0], mesh, microbatches=microbatches, initial=values.items())
+    results, expected_share = train_step(step, data), accuracy(plain(head="score", labels=labels), data[0])
+    for result, expected in zip(results, metrics, strict=True):
+        assert_same({name: result[name] for name in expected}, expected, EXACT)
+    assert results[0]["accuracy"] == pytest.approx(expected_share)
+    assert_same(step.state_dict(), state, EXACT)
+
+
+def accuracy(model, batch):
+    """Return the share of texts whose class has the highest score."""
+    scores = folder.scores("positions", model, batch).argmax(-1)
+    has_label = batch["labels"] != -100
+    return (scores == batch["labels"])[has_label].double().mean().item()

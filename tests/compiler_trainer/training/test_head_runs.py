@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import peft
 import pytest
@@ -11,11 +12,12 @@ from commands import call
 from doc_places import TEMPLATE, tokenizer
 from folders import model
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
+from compiler_trainer.data.records import BadRecord, class_of
 from compiler_trainer.runs.saved import options_of, trained_model
 
 SMALL = (
@@ -122,3 +124,113 @@ def test_our_own_decoders_have_no_such_head():
     data = ("data=text", "data.files=[pairs.jsonl]", "data.chat=true", "data.pairs=true", "data.tokenizer=TOK", "model.attention=documents")
     with pytest.raises(UserError, match="loss.name: reward puts a head on a model of transformers; set model=hf"):
         validate(to_config(compose(["loss=reward", *data])), 1)
+
+
+@pytest.mark.full
+def test_margins_are_read_and_each_pair_needs_one(place, capsys):
+    write("pairs.jsonl", [pair | {"margin": 0.5} for pair in pairs()])
+    assert call(*REWARD, "data.margins=true", "train.steps=3", "run.dir=run") == 0
+    assert "fields not used" not in capsys.readouterr().out
+    first = records(place / "run")[0]
+    assert first["loss"] > 0.8 and abs(first["reward_margin"]) < 0.2  # log(1 + exp(0.5)) = 0.97
+    assert call(*REWARD, "train.steps=1", "run.dir=without") == 0
+    assert "fields not used: margin" in capsys.readouterr().out
+    write("pairs.jsonl", [*pairs(8), pairs(1)[0] | {"margin": "much"}])
+    assert call(*REWARD, "data.margins=true", "run.dir=lacking") == 2
+    assert 'pairs.jsonl:1: has no field "margin"' in capsys.readouterr().err
+
+
+# ---- classes -------------------------------------------------------------------------------------------
+
+WORDS = {"bad": "negative", "fine": "positive", "odd": "mixed"}
+CLASSIFY = ("recipe=classify", "model.path=qwen", "data.files=[reviews.jsonl]", "data.labels=[negative,positive,mixed]", *SMALL)
+
+
+def reviews(count=60):
+    return [{"text": f"{'so ' * (i % 4)}{word}", "label": label} for i in range(count // 3) for word, label in WORDS.items()]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", [(), (LORA,)], ids=str)
+def test_a_classifier_learns_and_transformers_classifies_alike(options, place):
+    write("reviews.jsonl", reviews())
+    assert call(*CLASSIFY, *options, "train.steps=24", "eval.interval=12", "checkpoint.interval=12", "optim.lr=1e-2", "run.dir=run") == 0
+    last = records(place / "run")[-1]
+    assert last["loss"] < 0.5 and last["eval_accuracy"] == 1
+    assert call("export", "run", "out", *["--merge"] * bool(options)) == 0
+    classify = pipeline("text-classification", "out", device="cpu")
+    assert [entry["label"] for entry in classify(list(WORDS), batch_size=3)] == list(WORDS.values())
+    config = AutoConfig.from_pretrained("out")
+    assert config.id2label == {0: "negative", 1: "positive", 2: "mixed"} and config.problem_type == "single_label_classification"
+
+
+@pytest.mark.full
+def test_a_classifier_that_transformers_wrote_goes_on_with_its_own_head(place, capsys):
+    write("reviews.jsonl", reviews())
+    assert call(*CLASSIFY, "run.dir=run") == 0 and call("export", "run", "out") == 0
+    assert call(*CLASSIFY, "model.path=out", "run.dir=further") == 0
+    ended, began = records(place / "run")[-1]["eval_loss"], capsys.readouterr().out.rpartition("eval loss ")[2].split()[0]
+    lines = [line for line in (place / "further/metrics.jsonl").read_text().splitlines()]
+    assert float(began) <= ended + 1e-2 and len(lines) == 6
+    trained, module = trained_model(options_of(place / "run", []))
+    torch.testing.assert_close(load_file("out/model.safetensors")["score.weight"], dict(module.named_parameters())["score.weight"].detach())
+    assert call(*CLASSIFY, "model.path=out", "data.labels=[negative,positive]", "run.dir=other") == 2
+    assert "but the head of out has 3 labels, negative,positive,mixed" in capsys.readouterr().err
+    assert call("check-export", "run", "out") == 0
+
+
+LABELS = ("a", "b", "3")
+CASES = [("a", 0), ("3", 2), (3, 2), (0, None), ("4", None), (None, None), (True, None)]
+
+
+@pytest.mark.parametrize("label, number", CASES, ids=str)
+def test_labels_are_names_or_numbers_of_classes(label, number):
+    if number is None:
+        with pytest.raises(BadRecord, match="data.labels are a, b, 3"):
+            class_of(label, LABELS)
+    else:
+        assert class_of(label, LABELS) == number
+    assert [class_of(value, ("no", "yes")) for value in (0, 1, "1", "no")] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("where", ["data.files=[bad.jsonl]", "data.validation=[{files:[bad.jsonl]}]"])
+def test_an_unknown_label_is_one_line(where, place, capsys):
+    write("reviews.jsonl", reviews())
+    write("bad.jsonl", [*reviews(6), {"text": "a", "label": "neutral"}])
+    assert call(*CLASSIFY, where, "run.dir=run") == 2
+    error = capsys.readouterr().err
+    assert "bad.jsonl:7: field \"label\" is 'neutral'; data.labels are negative, positive, mixed" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["data.labels=[]"], "data.labels: .* classes need names"),
+        (["data.labels=[a,a]"], "data.labels: .* are not several different names"),
+        (["data.records=documents", "data.labels=[]"], "data.records: documents with loss=classify, which needs classes"),
+        (["data.chat=true"], "data.records: classes are texts, not conversations; set data.chat=false"),
+        (["data.packing=fit"], "data.packing: fit with data.records=classes"),
+        (["model.attention=causal"], "model.attention: causal with data.records=classes, several of which share a sequence"),
+        (["data.margins=true"], "data.margins: true with loss=classify, which takes no margin"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_of_classes_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        validate(to_config(compose([*CLASSIFY, *options])), 1)
+
+
+def test_texts_longer_than_a_row_are_refused_or_left_out(place, capsys):
+    write("reviews.jsonl", [*reviews(), {"text": "x" * 80, "label": 0}])
+    assert call(*CLASSIFY, "run.dir=run") == 2
+    assert re.search(r"data.records: 1 of \d+ texts are longer than rows of 64 tokens, the longest has 81", capsys.readouterr().err)
+    assert call(*CLASSIFY, "data.bad_records=skip", "train.steps=1", "eval.interval=null", "checkpoint.keep_best=0", "run.dir=run") == 0
+    assert "texts left out" in capsys.readouterr().out
+
+
+def test_check_data_shows_the_class_of_a_text(place, capsys):
+    write("reviews.jsonl", reviews())
+    assert call("check-data", "reviews.jsonl", "model.path=qwen", "recipe=classify", "data.labels=[negative,positive,mixed]") == 0
+    output = capsys.readouterr().out
+    assert "class 0, negative" in output and "data.records=classes data.labels=[negative,positive,mixed]" in output
