@@ -102,6 +102,11 @@ FEATURES = {
             f"model=hf model.path=FOLDER model.head=score loss=classify {TEXT} data.records=classes data.labels=[a,b]",
             "tests/compiler_trainer/models/test_heads.py",
         ),
+        Feature(
+            "embeddings with in-batch negatives over all ranks",
+            f"model=hf model.path=FOLDER model.head=none loss=embed {TEXT} data.records=passages",
+            "tests/compiler_trainer/models/test_heads.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(

@@ -159,6 +159,7 @@ NAMES = {  # answer -> the names that it answers
     NLL_WEIGHT: "cpo_alpha rpo_alpha",
     REWARDS: "reward_model reward_trainer bradley_terry",
     "classification of texts is recipe=classify data.labels=[a,b]": "classification num_labels text_classification",
+    "embeddings by a contrastive loss are recipe=embed": "embedding embeddings contrastive infonce",
     "the weight of the squared sum of a pair's scores is loss.center, with loss=reward": "center_rewards_coefficient",
     "the target of the margin is loss.gamma, with loss=simpo": "simpo_gamma",
     "the reference is the weights that training starts from; its log-probabilities are computed once": "ref_model",

@@ -304,7 +304,7 @@ class GrpoConfig:
 class HeadLossConfig:
     """A loss of outputs other than next tokens, for which `model.head` has to be `head`."""
 
-    name: Literal["reward", "classify"]  # the built-in loss
+    name: Literal["reward", "classify", "embed"]  # the built-in loss
     head: ClassVar[Head] = "score"
     records: ClassVar[tuple[str, ...]] = ("documents",)  # of the data
 
@@ -329,11 +329,27 @@ class ClassifyConfig(HeadLossConfig):
     records: ClassVar[tuple[str, ...]] = ("classes",)
 
 
+@dataclass(frozen=True)
+class EmbedConfig(HeadLossConfig):
+    """A contrastive loss of embeddings (InfoNCE): a query should be nearer to its own passage than to those of others.
+
+    Sources: equation 4 of arXiv:1807.03748; with `data.records=triplets` equation 5 of arXiv:2104.08821. The other
+    passages are those of the global batch, on all ranks. Similarity is the cosine over `temperature`.
+    """
+
+    name: Literal["embed"]  # the built-in loss
+    pooling: Literal["mean", "last"] = "mean"  # the embedding is the mean of a text's hidden states, or its last one
+    temperature: PositiveFloat = 0.05  # similarities are divided by it
+    head: ClassVar[Head] = "none"
+    records: ClassVar[tuple[str, ...]] = ("passages", "triplets")
+
+
 LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | HeadLossConfig]] = {
     **PREFERENCE_LOSSES,
     "grpo": GrpoConfig,
     "reward": RewardConfig,
     "classify": ClassifyConfig,
+    "embed": EmbedConfig,
 }
 
 
@@ -351,7 +367,7 @@ Called = Annotated[Own, Must("have a _target_, the dotted name of a class or fun
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
 
-Records = Literal["documents", "classes"]
+Records = Literal["documents", "classes", "passages", "triplets"]
 DataKind = Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "prompts", "custom"]
 
 
@@ -407,7 +423,7 @@ class DataConfig(SourceConfig):
     chat: bool = False  # records are conversations; only the assistant's answers count in the loss
     pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
     margins: bool = False  # with `pairs`: a record has a `margin`, by which its answers' scores should differ
-    records: Records = "documents"  # texts or conversations, or texts with a `label`
+    records: Records = "documents"  # texts or conversations; texts with a `label`; queries with a passage, or with two
     labels: tuple[str, ...] = ()  # with records=classes: the names of the classes
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
@@ -420,16 +436,19 @@ class DataConfig(SourceConfig):
     @property
     def packs(self) -> str:
         """The packing of documents. Conversations stay whole, so that no answer is separated from its question."""
-        if self.pairs:
-            return "short pairs" if self.bad_records == "skip" else "pairs"
-        if self.records == "classes":
-            return "short texts" if self.bad_records == "skip" else "texts"
+        if self.pairs or self.records != "documents":
+            return f"{'short ' * (self.bad_records == 'skip')}{'pairs' if self.pairs else self.records}"
         return self.packing if self.packing != "auto" else "fit" if self.chat else "cut"
 
     @property
     def has_values(self) -> bool:
         """True if a document has a number: its class, or its pair's margin."""
         return self.margins or self.records == "classes"
+
+    @property
+    def has_groups(self) -> bool:
+        """True if each sequence has the documents of one record, as those of pairs have."""
+        return self.pairs or self.records in ("passages", "triplets")
 
     @property
     def has_counted(self) -> bool:

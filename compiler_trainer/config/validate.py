@@ -17,6 +17,7 @@ from compiler_trainer.config.schema import (
     PLAIN_HEADS,
     Config,
     DataConfig,
+    EmbedConfig,
     ExpertsConfig,
     FolderConfig,
     HeadLossConfig,
@@ -31,7 +32,7 @@ from passes.ir.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path in an error
-TEXTS = {"classes"}  # records that are no conversations
+TEXTS = {"classes", "passages", "triplets"}  # records that are no conversations
 CONVERSATIONS = {"text", "hf_dataset", "tokens", "prompts"}  # data that may be conversations
 
 
@@ -201,12 +202,22 @@ HEAD_CHECKS: Checks = (
     (
         "model.head",
         lambda c: c.head == "lm" or c.has_own_loss or isinstance(c.loss, HeadLossConfig),
-        "{c.head} has no next tokens to learn; set loss=reward, a loss of your own, or model.head=lm",
+        "{c.head} has no next tokens to learn; set loss=reward (or classify, embed), your own loss, or model.head=lm",
     ),
     (
         "data.records",
         lambda c: c.has_own_loss or c.data.records in c.records,
         "{c.data.records} with loss={c.loss_name}, which needs {c.records[0]}, as its recipe has",
+    ),
+    (
+        "train.microbatches",
+        lambda c: not isinstance(c.loss, EmbedConfig) or c.train.microbatches == 1,
+        "{c.train.microbatches} with loss=embed: passages of other microbatches would be no negatives; set it to 1",
+    ),
+    (
+        "passes.communication.batch_overlap",
+        lambda c: not isinstance(c.loss, EmbedConfig) or c.passes.communication.batch_overlap == 1,
+        "{c.passes.communication.batch_overlap} with loss=embed, whose negatives are those of the batch; set it to 1",
     ),
     (
         "data.records",

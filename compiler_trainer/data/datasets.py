@@ -215,7 +215,7 @@ def build_part(
         [half for half in halves if half is not None] for halves in zip(*(volume[:2] for volume in volume_rows))
     )
     rows = [join_volumes(half, name) for half in (train, held_out)]
-    if wrapper := PairRows if cfg.pairs else {"classes": ClassRows}.get(cfg.records):
+    if wrapper := PairRows if cfg.has_groups else {"classes": ClassRows}.get(cfg.records):
         rows = [None if half is None else wrapper(half) for half in rows]
     return Part(name, tokens, rows[0], rows[1], any(volume.is_cut for volume in volume_rows))
 
@@ -287,7 +287,7 @@ def packing_note(rows: Rows, packing: str) -> str:
     """Return a note on the conversations or pairs that do not fit into a sequence, and the fix."""
     if packing == "cut":
         return f"{rows.cut_share:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
-    if packing in TOGETHER:
+    if packing.removeprefix("short ") in TOGETHER:
         return f"{rows.cut_share:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; increase it"
     return f"{rows.cut_share:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; increase it"
 

@@ -23,6 +23,7 @@ from compiler_trainer.data.records import (
     Fields,
     Message,
     Pair,
+    Texts,
     class_of,
     decode,
     ids_of,
@@ -90,8 +91,10 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
         return Document(content_of(row, fields.column), unused=unused_in(row, columns, {fields.column}))
     if fields.kind == "record":
         return Document(dict(row))
-    if fields.kind == "class":
+    if fields.kind == "classes":
         return classified(row, fields, columns)
+    if fields.kind in PASSAGES:
+        return passages(row, fields.kind, columns)
     form = format_of(row, fields.kind)
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
     margin = number_of(field_of(row, "margin"), "margin") if fields.margins else None
@@ -104,11 +107,30 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
 
 def classified(row: Row, fields: Fields, columns: Sequence[str]) -> Document:
     """Return the text of a row with the number of its class."""
-    text = text_of(field_of(row, fields.column), fields.column)
-    if not text.strip():
-        raise BadRecord(f'field "{fields.column}" is empty')
+    text = filled_text(row, fields.column)
     value = class_of(field_of(row, "label"), fields.labels)
     return Document(text, unused=unused_in(row, columns, {fields.column, "label"}), value=value)
+
+
+QUERIES, PASSAGES = ("query", "anchor"), {"passages": ("positive",), "triplets": ("positive", "negative")}
+
+
+def passages(row: Row, kind: str, columns: Sequence[str]) -> Document:
+    """Return the query of a row, as it is called by either name, with its passages."""
+    queries = [name for name in QUERIES if row.get(name) is not None]
+    if len(queries) != 1:
+        problem = f"has both {quoted(QUERIES)}; remove one of them" if queries else 'has no "query" or "anchor"'
+        raise BadRecord(f"{problem}{list_fields(row)}")
+    names = (*queries, *PASSAGES[kind])
+    return Document(Texts(tuple(filled_text(row, name) for name in names)), unused=unused_in(row, columns, names))
+
+
+def filled_text(row: Row, name: str) -> str:
+    """Return the text in a field; raise BadRecord if it is empty."""
+    text = text_of(field_of(row, name), name)
+    if not text.strip():
+        raise BadRecord(f'field "{name}" is empty')
+    return text
 
 
 def field_of(row: Row, name: str) -> Any:
@@ -338,8 +360,10 @@ def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
         return [fields.column]
     if fields.kind == "record":
         return list(names)
-    if fields.kind == "class":
+    if fields.kind == "classes":
         return [name for name in names if name in (fields.column, "label")]
+    if fields.kind in PASSAGES:
+        return [name for name in names if name in (*QUERIES, *PASSAGES[fields.kind])]
     if not fitting(names, fields.kind):
         raise BadRecord(nearest(names, fields.kind))
     formats = FORMATS[fields.kind]

@@ -210,45 +210,51 @@ def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
     )
 
 
-def pairs(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
-    """Lay out one pair of documents per row: a chosen answer with an even number, and the next, its rejected answer.
+def groups(name: str, skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Lay out one record per row: its documents have neighbouring numbers, of which the first divides by their count.
 
-    Pairs longer than a row are skipped with `skip`; otherwise they raise UserError.
+    Those of a pair are a chosen answer and its rejected one. Records longer than a row are skipped with `skip`;
+    otherwise they raise UserError.
     """
-    firsts = order[order % 2 == 0]
-    lengths = np.stack((corpus.lengths(firsts), corpus.lengths(firsts + 1)), 1)
-    fits = (size := lengths.sum(1)) <= seq_len
-    if not (skip or fits.all()):
-        limit = f"the longest has {size.max():,}; increase train.seq_len, or set data.bad_records=skip to skip them"
-        problem = f"{np.sum(~fits):,} of {len(firsts):,} pairs are longer than rows of {seq_len:,} tokens"
-        raise UserError("data.pairs", f"{problem}, {limit}")
-    firsts, lengths = firsts[fits], lengths[fits]
-    sources = np.stack((corpus.offsets[firsts], corpus.offsets[firsts + 1], np.full(len(firsts), PADDING)), 1).ravel()
+    count = TOGETHER[name]
+    documents = order[order % count == 0][:, None] + np.arange(count)
+    lengths = corpus.lengths(documents)
+    fits = too_long(name, skip, lengths.sum(1), seq_len)
+    documents, lengths = documents[fits], lengths[fits]
+    sources = np.pad(corpus.offsets[documents], ((0, 0), (0, 1)), constant_values=PADDING).ravel()
     sizes = np.concatenate((lengths, seq_len - lengths.sum(1, keepdims=True)), 1).ravel()
     nonempty = sizes > 0
     starts = np.concatenate(([0], np.cumsum(sizes[nonempty])))
-    skipped = 2 * int(np.sum(~fits))
-    return Layout(starts, sources[nonempty], np.zeros(int(nonempty.sum()), bool), np.arange(len(firsts)), skipped)
+    skipped = count * int(np.sum(~fits))
+    return Layout(starts, sources[nonempty], np.zeros(int(nonempty.sum()), bool), np.arange(len(documents)), skipped)
 
 
-def texts(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
-    """Fit whole documents into rows; longer ones are skipped with `skip`, otherwise they raise UserError."""
-    lengths = corpus.lengths(order)
+def too_long(name: str, skip: bool, lengths: Ids, seq_len: int) -> NDArray[np.bool_]:
+    """Return True for records that fit into a row; without `skip`, raise UserError if there are others."""
     fits = lengths <= seq_len
     if not (skip or fits.all()):
         limit = f"the longest has {lengths.max():,}; increase train.seq_len, or set data.bad_records=skip to skip them"
-        problem = f"{np.sum(~fits):,} of {len(order):,} texts are longer than rows of {seq_len:,} tokens"
-        raise UserError("data.records", f"{problem}, {limit}")
+        problem = f"{np.sum(~fits):,} of {len(fits):,} {RECORDS[name]} are longer than rows of {seq_len:,} tokens"
+        raise UserError("data.pairs" if name == "pairs" else "data.records", f"{problem}, {limit}")
+    return fits
+
+
+def texts(name: str, skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Fit whole documents into rows; longer ones are skipped with `skip`, otherwise they raise UserError."""
+    fits = too_long(name, skip, corpus.lengths(order), seq_len)
     return fit(corpus, order[fits], seq_len)._replace(cut_documents=int(np.sum(~fits)))
 
 
+# Records that stay whole: the documents of one, and their name. With "short ", longer ones than a row are left out.
+TOGETHER = {"pairs": 2, "classes": 1, "passages": 2, "triplets": 3}
+RECORDS = {"pairs": "pairs", "classes": "texts", "passages": "pairs", "triplets": "triplets"}
 LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
     "cut": cut,
     "fit": fit,
-    "pairs": partial(pairs, False),
-    "short pairs": partial(pairs, True),
-    "texts": partial(texts, False),
-    "short texts": partial(texts, True),
+    **{name: partial(groups, name, False) for name in TOGETHER},
+    **{f"short {name}": partial(groups, name, True) for name in TOGETHER},
+    "classes": partial(texts, "classes", False),
+    "short classes": partial(texts, "classes", True),
 }
 
 
@@ -391,7 +397,8 @@ def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
 
 def write_layouts(folder: Path, corpus: Corpus, spec: LayoutSpec) -> dict[str, Any]:
     """Write both layouts of a volume, and return the facts to store."""
-    halves = partial(split_records, TOGETHER[spec.packing]) if spec.packing in TOGETHER else split
+    count = TOGETHER.get(spec.packing.removeprefix("short "))
+    halves = partial(split_records, count) if count else split
     split_corpus, trained, held_out = halves(corpus, spec.eval_fraction, spec.documents_before)
     np.random.default_rng(spec.seed).shuffle(trained)
     holds = {
@@ -439,9 +446,6 @@ def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
 # ---- preference pairs ----------------------------------------------------------------------------------
 
 
-TOGETHER = {"pairs": 2, "short pairs": 2, "texts": 1, "short texts": 1}  # documents of a record, by packing
-
-
 def split_records(
     size: int, corpus: Corpus, eval_fraction: float, documents_before: int = 0
 ) -> tuple[Corpus, Ids, Ids]:
@@ -462,7 +466,7 @@ def split_records(
 
 
 class PairRows(Rows):
-    """Rows of one pair each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
+    """Rows of one pair or triplet each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
 
     If pairs have margins, these are the entry `margins`, fp32 [rows].
     `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become

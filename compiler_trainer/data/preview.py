@@ -15,7 +15,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.chat import ChatTemplate
 from compiler_trainer.data.readers import READERS, ReadOptions
-from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record, Texts
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, tokenizer_of
 from compiler_trainer.data.worker import Part, Worker, make_recipe
@@ -103,6 +103,8 @@ class Reader:
         parts = self.worker.prepare(document, notes)
         encoded = self.worker.encode(parts)
         content = document.content
+        if isinstance(content, Texts):
+            return [self.plain(text, list(map(int, ids))) for text, (ids, _) in zip(content.texts, encoded)]
         if not isinstance(content, Conversation | Pair):
             ids = [int(i) for part, _ in encoded for i in part]
             shown_text = self.plain(content, ids)

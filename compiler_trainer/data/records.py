@@ -30,11 +30,11 @@ class Fields(NamedTuple):
 
     These are a text, or ids, in `column`; or those of a format (formats.py) of a `conversation` or of a `pair` of them,
     with those `names` that the chat template uses apart from messages. With `last_only`, only the last answer of a
-    conversation is labels. A `record` is read as it is. The text of a `class` has a label, one of `labels`. With
-    `margins`, a pair has one.
+    conversation is labels. A `record` is read as it is. The text of a `class` has a label, one of `labels`;
+    `passages` are texts, a query and its passage, and `triplets` one more. With `margins`, a pair has one.
     """
 
-    kind: Literal["text", "conversation", "pair", "record", "class"]
+    kind: Literal["text", "conversation", "pair", "record", "classes", "passages", "triplets"]
     column: str = "text"
     names: frozenset[str] = frozenset()
     last_only: bool = False
@@ -71,15 +71,21 @@ class Pair(NamedTuple):
     rejected: Conversation
 
 
+class Texts(NamedTuple):
+    """A query, the passage that belongs to it, and maybe one that does not."""
+
+    texts: tuple[str, ...]
+
+
 class Document(NamedTuple):
-    """A text, a conversation, token ids, a pair, which is two documents, or all fields of a record.
+    """A text, a conversation, token ids, a pair or texts, which are several documents, or all fields of a record.
 
     `begins` and `ends` are False for a part of a text that does not begin or end it. `unused` are fields of the record
     that are not part of the document. `form` is the format of a conversation's record, with its fields. `value` is the
     number of a text's class, or a pair's margin.
     """
 
-    content: str | Conversation | Ids | Pair | Message
+    content: str | Conversation | Ids | Pair | Texts | Message
     begins: bool = True
     ends: bool = True
     unused: tuple[str, ...] = ()

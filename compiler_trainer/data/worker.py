@@ -23,7 +23,7 @@ from compiler_trainer.data import formats
 from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.corpus import Encoded, Shard
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
-from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Texts
 from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
 from compiler_trainer.places.cache import Cache, cache_of
 
@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
     def fields(self, template: ChatTemplate | None) -> Fields:
         """Return the fields of a record that make up its document."""
         kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
-        kind = {"classes": "class"}.get(self.records, kind)
+        kind = kind if self.records == "documents" else self.records
         names = template.names if template else frozenset[str]()
         return Fields(kind, self.column, names, self.last_only, tuple(self.labels), self.margins)
 
@@ -151,19 +151,26 @@ class Worker:
             return [part._replace(value=document.value) for part in made]
         if isinstance(content, Conversation):
             return self.conversation_parts(content, notes)
+        if isinstance(content, Texts):
+            return [self.whole(text) for text in content.texts]
         assert isinstance(content, str)
         if self.recipe.records == "classes":
-            return [self.classified(content, document.value)]
+            return [self.whole(content, document.value)]
         texts = list(parts(content, self.tokenizer.encode))
         last = len(texts) - 1
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(texts)]
 
-    def classified(self, text: str, value: float | None) -> Part:
-        """Return a text whose only label is its closing token, so that the last token of the text has it."""
+    def whole(self, text: str, value: float | None = None) -> Part:
+        """Return a text with labels at all its tokens; one with a value has a label only at its last token.
+
+        A label is the next token, so the closing token is always one.
+        """
         ids = self.add_surrounding(Part(text, True, True), self.tokenizer.encode([text])[0])
         if not len(ids):
             raise BadRecord("has no token")
-        return Part((ids, np.arange(len(ids) + 1) == len(ids)), True, True, value=value)
+        counted = np.full(len(ids) + 1, value is None)
+        counted[-1] = True
+        return Part((ids, counted), True, True, value=value)
 
     def conversation_parts(self, chat: Conversation, notes: list[str], limit: int | None = None) -> list[Part]:
         """Return the samples of a conversation; raise BadRecord if there are more than `limit`."""

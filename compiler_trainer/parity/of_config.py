@@ -130,7 +130,7 @@ def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch
         shape = rows, cfg.train.seq_len
         logs = {name: -torch.rand(shape, generator=generator) for name in cfg.loss.entries}
         return {**logs, "advantages": torch.randn(rows, generator=generator)}
-    entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
+    entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.has_groups else {}
     entries |= {"margins": torch.rand(rows, generator=generator)} if cfg.data.margins else {}
     return entries | {name: -torch.rand(rows, generator=generator) for name in cfg.reference_entries}
 

@@ -15,7 +15,7 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
+from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.folder import CLASSES, library, plain
@@ -32,6 +32,7 @@ NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack"
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
 TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template", "vocab.", "merges.")  # names begin so
 ANSWER = "forty-two"
+POOLING = {"mean": "mean_tokens", "last": "lasttoken"}  # names of sentence-transformers
 LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
 END = "<|endoftext|>"  # a byte tokenizer's end of document
@@ -145,6 +146,8 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         module = module.merge_and_unload()
     if cfg.model.head == "score":
         set_padding(cfg, plain(module).config)
+    if isinstance(cfg.loss, EmbedConfig) and (merge or not cfg.model.lora):
+        write_pooling(cfg.loss, plain(module).config.hidden_size, cfg.train.seq_len, out)
     save(module.to(dtype), out)
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(local_path).rglob("*")):
@@ -153,6 +156,26 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         if file.is_file() and is_copied(name) and is_kept and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
+
+
+def write_pooling(loss: EmbedConfig, features: int, seq_len: int, out: Path) -> None:
+    """Write the files by which sentence-transformers makes embeddings from the hidden states of a folder's model."""
+    pooling = {"word_embedding_dimension": features, f"pooling_mode_{POOLING[loss.pooling]}": True}
+    if loss.pooling != "mean":
+        pooling["pooling_mode_mean_tokens"] = False  # its default
+    modules = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    files = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(modules)
+        ],
+        "sentence_bert_config.json": {"max_seq_length": seq_len, "do_lower_case": False},
+        "1_Pooling/config.json": pooling,
+    }
+    for name in ("1_Pooling", "2_Normalize"):
+        (out / name).mkdir()
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def set_padding(cfg: Config, config: Any) -> None:

@@ -43,6 +43,7 @@ TEMPLATE = (
 TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": SENTENCE}]}
 PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
 REVIEWS = [{"text": "The fjord was cold.", "label": "negative"}, {"text": "The fjord was fine!", "label": "positive"}]
+QUERY = {"query": "What is a fjord?", "positive": "An inlet.", "negative": "A fish."}
 ASKED = {"prompt": "7 * 8?", "result": "56"}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
@@ -52,12 +53,13 @@ RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
-    "runs/reward": "reward", "runs/classes": "classes",
+    "runs/reward": "reward", "runs/classes": "classes", "runs/embed": "embed",
 }
 
 
 HEADS = {  # runs of models with other heads
     "reward": ("recipe=reward", "data.files=[pairs.jsonl]"),
+    "embed": ("recipe=embed", "data.files=[queries.jsonl]"),
     "classes": ("recipe=classify", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
 }
 
@@ -75,6 +77,7 @@ def furnish(folder: Path) -> None:
         Path(folder, name).write_text("".join(json.dumps(TALK) + "\n" for _ in range(60)))
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
     (folder / "reviews.jsonl").write_text("".join(json.dumps(review) + "\n" for review in REVIEWS) * 20)
+    (folder / "queries.jsonl").write_text("".join(json.dumps({**QUERY, "query": f"What is {i}?"}) + "\n" for i in range(30)))
     (folder / "prompts.jsonl").write_text((json.dumps(ASKED) + "\n") * 3)
     (folder / "my_rewards.py").write_text(shown_module("docs/guides/finetune.md", "my_rewards"))
     model("qwen3").save_pretrained(folder / "qwen")

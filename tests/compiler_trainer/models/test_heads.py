@@ -9,9 +9,9 @@ import pytest
 import torch
 from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, train_plainly, train_step
 
-from compiler_trainer.config.schema import ClassifyConfig, FolderConfig, RewardConfig
+from compiler_trainer.config.schema import ClassifyConfig, EmbedConfig, FolderConfig, RewardConfig
 from compiler_trainer.models import folder
-from compiler_trainer.models.heads import classification_loss, reward_loss
+from compiler_trainer.models.heads import classification_loss, embedding_loss, reward_loss
 from compiler_trainer.models.skeleton import fill
 
 ROWS, LENGTH = 4, 14
@@ -138,3 +138,45 @@ def accuracy(model, batch):
     scores = folder.scores("positions", model, batch).argmax(-1)
     has_label = batch["labels"] != -100
     return (scores == batch["labels"])[has_label].double().mean().item()
+
+
+def passages(count, seed=5, rows=5, length=18):
+    """Return batches of queries with one or two passages of uneven lengths; closing tokens have no labels, nor have padding and the last row."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in LRS:
+        tokens = torch.randint(3, 300, (rows, length), generator=draw)
+        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
+        for row in range(rows - 1):
+            start = 0
+            for document, size in enumerate(torch.randint(2, length // 3 + 1, (count,), generator=draw).tolist()):
+                end = start + size
+                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
+                labels[row, start : end - 1] = tokens[row, start + 1 : end]
+                start = end
+        yield {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": (torch.arange(rows) < rows - 1).long()}
+
+
+def plain_embeddings(count, pooling, model, batch):
+    """Return InfoNCE from embeddings that transformers computes text by text, without closing tokens."""
+    def embed(ids):
+        hidden = model(input_ids=ids[:, :-1]).last_hidden_state[0]
+        pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
+        return pooled / pooled.norm()
+
+    texts = list(documents_of(batch, count))
+    columns = [torch.stack([embed(documents[i]) for documents in texts]) for i in range(count)]
+    exponents = (columns[0] @ torch.cat(columns[1:]).T / 0.1).exp()
+    return -(exponents.diagonal() / exponents.sum(1)).log().mean()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"dp_shard": 2, "cp": 2}, {"tp": 2}, {"cp": 3}, {"pp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("count, pooling", [(2, "mean"), (3, "last")])
+def test_negatives_are_those_of_the_global_batch(count, pooling, mesh):
+    data, (module, values) = list(passages(count)), of("gpt2", head="none")  # whose norms are computed in fp64, too
+    metrics, state = train_plainly(plain("gpt2", head="none"), partial(plain_embeddings, count, pooling), data, ADAMW)
+    loss = partial(embedding_loss, partial(folder.hidden_states, "positions"), EmbedConfig("embed", pooling=pooling, temperature=0.1))
+    step = compile_lockstep(module, loss, data[0], mesh, initial=values.items())
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same({name: result[name] for name in expected}, expected, EXACT)
+    assert_same(step.state_dict(), state, EXACT)

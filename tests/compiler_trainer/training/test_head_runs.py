@@ -12,12 +12,13 @@ from commands import call
 from doc_places import TEMPLATE, tokenizer
 from folders import model
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.records import BadRecord, class_of
+from compiler_trainer.models.heads import embedding
 from compiler_trainer.runs.saved import options_of, trained_model
 
 SMALL = (
@@ -44,7 +45,7 @@ def write(name, rows):
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def records(run):
+def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -66,7 +67,7 @@ REWARD = ("recipe=reward", "model.path=qwen", "data.files=[pairs.jsonl]", *SMALL
 def test_a_reward_model_ranks_answers_and_transformers_scores_them_alike(options, place):
     write("pairs.jsonl", pairs())
     assert call(*REWARD, *options, "run.dir=run") == 0
-    first, *_, last = records(place / "run")
+    first, *_, last = read(place / "run")
     assert first["loss"] > last["loss"] and last["eval_reward_accuracy"] == 1
     assert last["eval_reward_margin"] > first["reward_margin"]
     assert call("export", "run", "out", *["--merge"] * bool(options)) == 0
@@ -88,7 +89,7 @@ def test_a_head_is_resumed_and_is_part_of_an_adapter(place):
     assert call(*job, "run.dir=whole") == 0
     assert call(*job, "train.steps=3", "run.dir=parts") == 0
     assert call(*job, "checkpoint.resume=latest", "run.dir=parts") == 0
-    assert [r["loss"] for r in records(place / "whole")] == [r["loss"] for r in records(place / "parts")]
+    assert [r["loss"] for r in read(place / "whole")] == [r["loss"] for r in read(place / "parts")]
     assert call("export", "parts", "adapter") == 0 and call("export", "whole", "merged", "--merge") == 0
     assert load_file("adapter/adapter_model.safetensors")["base_model.model.score.weight"].shape == (1, 24)
     base = AutoModelForSequenceClassification.from_pretrained("qwen", num_labels=1)
@@ -131,7 +132,7 @@ def test_margins_are_read_and_each_pair_needs_one(place, capsys):
     write("pairs.jsonl", [pair | {"margin": 0.5} for pair in pairs()])
     assert call(*REWARD, "data.margins=true", "train.steps=3", "run.dir=run") == 0
     assert "fields not used" not in capsys.readouterr().out
-    first = records(place / "run")[0]
+    first = read(place / "run")[0]
     assert first["loss"] > 0.8 and abs(first["reward_margin"]) < 0.2  # log(1 + exp(0.5)) = 0.97
     assert call(*REWARD, "train.steps=1", "run.dir=without") == 0
     assert "fields not used: margin" in capsys.readouterr().out
@@ -155,7 +156,7 @@ def reviews(count=60):
 def test_a_classifier_learns_and_transformers_classifies_alike(options, place):
     write("reviews.jsonl", reviews())
     assert call(*CLASSIFY, *options, "train.steps=24", "eval.interval=12", "checkpoint.interval=12", "optim.lr=1e-2", "run.dir=run") == 0
-    last = records(place / "run")[-1]
+    last = read(place / "run")[-1]
     assert last["loss"] < 0.5 and last["eval_accuracy"] == 1
     assert call("export", "run", "out", *["--merge"] * bool(options)) == 0
     classify = pipeline("text-classification", "out", device="cpu")
@@ -169,7 +170,7 @@ def test_a_classifier_that_transformers_wrote_goes_on_with_its_own_head(place, c
     write("reviews.jsonl", reviews())
     assert call(*CLASSIFY, "run.dir=run") == 0 and call("export", "run", "out") == 0
     assert call(*CLASSIFY, "model.path=out", "run.dir=further") == 0
-    ended, began = records(place / "run")[-1]["eval_loss"], capsys.readouterr().out.rpartition("eval loss ")[2].split()[0]
+    ended, began = read(place / "run")[-1]["eval_loss"], capsys.readouterr().out.rpartition("eval loss ")[2].split()[0]
     lines = [line for line in (place / "further/metrics.jsonl").read_text().splitlines()]
     assert float(began) <= ended + 1e-2 and len(lines) == 6
     trained, module = trained_model(options_of(place / "run", []))
@@ -234,3 +235,73 @@ def test_check_data_shows_the_class_of_a_text(place, capsys):
     assert call("check-data", "reviews.jsonl", "model.path=qwen", "recipe=classify", "data.labels=[negative,positive,mixed]") == 0
     output = capsys.readouterr().out
     assert "class 0, negative" in output and "data.records=classes data.labels=[negative,positive,mixed]" in output
+
+
+# ---- embeddings ----------------------------------------------------------------------------------------
+
+THINGS = ("fjord", "whale", "glacier", "harbour", "lighthouse")
+EMBED = ("recipe=embed", "model.path=qwen", "data.files=[queries.jsonl]", *SMALL)
+
+
+def queries(count=40, query="query"):
+    things = [f"{THINGS[i % 5]} {i // 5}" for i in range(count)]
+    return [{query: f"{thing}?", "positive": f"A {thing}.", "negative": "Nothing."} for thing in things]
+
+
+def embedded(folder, texts, pooling):
+    """Return the embeddings that transformers computes, text by text."""
+    module, encode = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    hidden = [module(**encode(text, return_tensors="pt")).last_hidden_state[0] for text in texts]
+    pooled = torch.stack([states.mean(0) if pooling == "mean" else states[-1] for states in hidden])
+    return (pooled / pooled.norm(dim=1, keepdim=True)).detach()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("records, pooling, options", [("passages", "mean", ()), ("triplets", "last", (LORA,))], ids=str)
+def test_embeddings_find_their_passages_and_transformers_embeds_alike(records, pooling, options, place):
+    write("queries.jsonl", queries(query="anchor" if records == "triplets" else "query"))
+    job = [*EMBED, f"data.records={records}", f"loss.pooling={pooling}", *options]
+    assert call(*job, "train.steps=12", "eval.interval=6", "checkpoint.interval=6", "run.dir=run") == 0
+    first, *_, last = read(place / "run")
+    assert last["loss"] < first["loss"] and 0 < last["eval_accuracy"] <= 1
+    assert call("export", "run", "out", *["--merge"] * bool(options)) == 0
+    pooled = json.loads((place / "out/1_Pooling/config.json").read_text())
+    assert pooled["word_embedding_dimension"] == 24 and pooled.get("pooling_mode_lasttoken", False) == (pooling == "last")
+    trained, module = trained_model(options_of(place / "run", []))
+    texts, encode = ["whale 3?", "A whale 3."], AutoTokenizer.from_pretrained("out")
+    for text, expected in zip(texts, embedded("out", texts, pooling)):
+        ids = encode(text, return_tensors="pt")["input_ids"]
+        batch = {"tokens": ids, "positions": torch.arange(ids.shape[1])[None], "documents": torch.zeros_like(ids), "labels": ids}
+        torch.testing.assert_close(embedding(trained.logits(module, batch), batch, pooling, 0)[0], expected, atol=1e-5, rtol=1e-5)
+    assert call("check-export", "run", "out") == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["train.microbatches=2"], "train.microbatches: 2 with loss=embed: passages of other microbatches would be no negatives"),
+        (["train.microbatches=auto"], "train.microbatches: auto with loss=embed"),
+        (["passes.communication.batch_overlap=2"], "passes.communication.batch_overlap: 2 with loss=embed"),
+        (["data.records=documents"], "data.records: documents with loss=embed, which needs passages"),
+        (["model.head=score"], "model.head: score with loss=embed, which needs model.head=none"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_of_embeddings_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        validate(to_config(compose([*EMBED, *options])), 1)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"positive": "a"}, 'has no "query" or "anchor"; its fields are positive'),
+        ({"query": "a", "anchor": "b", "positive": "c"}, 'has both "query" and "anchor"; remove one of them'),
+        ({"query": "a"}, 'has no field "positive"; its fields are query'),
+        ({"query": " ", "positive": "c"}, 'field "query" is empty'),
+    ],
+)
+def test_a_record_without_a_query_or_a_passage_is_one_line(row, message, place, capsys):
+    write("queries.jsonl", [*queries(5), row])
+    assert call(*EMBED, "run.dir=run") == 2
+    assert f"queries.jsonl:6: {message}" in capsys.readouterr().err
