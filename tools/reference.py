@@ -93,6 +93,11 @@ FEATURES = {
             "tests/compiler_trainer/training/test_rollouts.py",
         ),
         Feature(
+            "KTO with single answers",
+            f"{TEXT} data.chat=true data.records=answers loss=kto model.attention=documents",
+            "tests/compiler_trainer/training/test_preference.py",
+        ),
+        Feature(
             "reward models",
             f"model=hf model.path=FOLDER model.head=score loss=reward {TEXT} data.chat=true data.pairs=true",
             "tests/compiler_trainer/models/test_heads.py",

@@ -48,6 +48,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 REFERENCE = ("reference_chosen", "reference_rejected", "reference_unrelated")  # log-probabilities, entries of a batch
+ANSWER_REFERENCE = ("reference_answer", "reference_unrelated")  # the same of single answers
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
 
 
@@ -252,11 +253,14 @@ class CpoConfig(PreferenceConfig):
 class KtoConfig(PreferenceConfig):
     """Kahneman-Tversky optimization (arXiv:2402.01306): chosen answers are desirable, rejected ones are not.
 
-    A third document of each sequence, its prompt with another pair's chosen answer, measures the distance to the
-    reference. It is cut at the end of the sequence.
+    With `data.records=answers`, the `label` of a single answer tells if it is desirable. A further document of each
+    sequence, its prompt with another record's (chosen) answer, measures the distance to the reference. It is cut at the
+    end of the sequence.
     """
 
     name: Literal["kto"]  # the built-in preference loss
+    desirable_weight: PositiveFloat = 1.0  # weight of desirable answers (lambda_D in the paper)
+    undesirable_weight: PositiveFloat = 1.0  # weight of the others (lambda_U)
     answers: ClassVar[int] = 3
 
 
@@ -367,7 +371,7 @@ Called = Annotated[Own, Must("have a _target_, the dotted name of a class or fun
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
 
-Records = Literal["documents", "classes", "passages", "triplets"]
+Records = Literal["documents", "classes", "passages", "triplets", "answers"]
 DataKind = Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "prompts", "custom"]
 
 
@@ -423,7 +427,7 @@ class DataConfig(SourceConfig):
     chat: bool = False  # records are conversations; only the assistant's answers count in the loss
     pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
     margins: bool = False  # with `pairs`: a record has a `margin`, by which its answers' scores should differ
-    records: Records = "documents"  # texts or conversations; texts with a `label`; queries with a passage, or with two
+    records: Records = "documents"  # or: texts with a `label`; queries with one or two passages; answers with a `label`
     labels: tuple[str, ...] = ()  # with records=classes: the names of the classes
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
@@ -442,13 +446,13 @@ class DataConfig(SourceConfig):
 
     @property
     def has_values(self) -> bool:
-        """True if a document has a number: its class, or its pair's margin."""
-        return self.margins or self.records == "classes"
+        """True if a document has a number: its class, its pair's margin, or 1 for a desirable answer, otherwise 0."""
+        return self.margins or self.records in ("classes", "answers")
 
     @property
     def has_groups(self) -> bool:
         """True if each sequence has the documents of one record, as those of pairs have."""
-        return self.pairs or self.records in ("passages", "triplets")
+        return self.pairs or self.records in ("passages", "triplets", "answers")
 
     @property
     def has_counted(self) -> bool:
@@ -948,7 +952,9 @@ class Config:
     @property
     def records(self) -> tuple[str, ...]:
         """The kinds of records (`data.records`) that the loss can take."""
-        return self.loss.records if isinstance(self.loss, HeadLossConfig) else ("documents",)
+        if isinstance(self.loss, HeadLossConfig):
+            return self.loss.records
+        return ("documents", "answers") if isinstance(self.loss, KtoConfig) else ("documents",)
 
     @property
     def head(self) -> str:
@@ -970,6 +976,8 @@ class Config:
         """Return the entries of a batch with log-probabilities of a reference; none if the loss needs no reference."""
         if not isinstance(self.loss, PreferenceConfig) or not self.loss.has_reference:
             return ()
+        if self.data.records == "answers":
+            return ANSWER_REFERENCE
         return REFERENCE[: self.loss.answers]
 
 

@@ -231,6 +231,16 @@ HEAD_CHECKS: Checks = (
     ),
     (
         "data.records",
+        lambda c: c.data.records != "answers" or c.data.chat,
+        "answers are those of conversations; set data.chat=true",
+    ),
+    (
+        "loss.nll_weight",
+        lambda c: c.data.records != "answers" or c.has_own_loss or not c.loss.nll_weight,
+        "{c.loss.nll_weight} with data.records=answers, none of which is preferred to another; set it to 0",
+    ),
+    (
+        "data.records",
         lambda c: c.data.records == "documents" or names((*c.data.read, *c.data.validation)) <= CONVERSATIONS,
         "{c.data.records} come from data=text, hf_dataset or tokens; name files, as data=text data.files=[a.jsonl]",
     ),
@@ -337,7 +347,7 @@ CHECKS: Checks = (
     ),
     (
         "loss.name",
-        lambda c: not c.compares_pairs or c.data.pairs,
+        lambda c: not c.compares_pairs or c.data.pairs or c.data.records == "answers",
         "{c.loss.name} compares two answers; set data.pairs=true, data.chat=true",
     ),
     *ROLLOUT_CHECKS,

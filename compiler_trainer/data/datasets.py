@@ -215,8 +215,11 @@ def build_part(
         [half for half in halves if half is not None] for halves in zip(*(volume[:2] for volume in volume_rows))
     )
     rows = [join_volumes(half, name) for half in (train, held_out)]
-    if wrapper := PairRows if cfg.has_groups else {"classes": ClassRows}.get(cfg.records):
-        rows = [None if half is None else wrapper(half) for half in rows]
+    if cfg.has_groups:
+        documents = TOGETHER["pairs" if cfg.pairs else cfg.records]
+        rows = [None if half is None else PairRows(half, documents) for half in rows]
+    if cfg.records == "classes":
+        rows = [None if half is None else ClassRows(half) for half in rows]
     return Part(name, tokens, rows[0], rows[1], any(volume.is_cut for volume in volume_rows))
 
 

@@ -30,6 +30,7 @@ from compiler_trainer.data.records import (
     messages_of,
     number_of,
     text_of,
+    truth_of,
 )
 
 VERSION = 2  # increased when a record gives other messages: tokens made by earlier versions are made again
@@ -97,12 +98,13 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
         return passages(row, fields.kind, columns)
     form = format_of(row, fields.kind)
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
-    margin = number_of(field_of(row, "margin"), "margin") if fields.margins else None
+    value = number_of(field_of(row, "margin"), "margin") if fields.margins else None
+    value = truth_of(row["label"], "label") if fields.kind == "answers" else value
     used = {*form.required, *form.optional, *fields.names, "system", *["margin"] * fields.margins}
     unused = unused_in(row, columns, used)
     if isinstance(content, Pair) and not begins_with(content, with_system(row, form.read(row).messages)):
         unused = (*unused, form.required[0])
-    return Document(content, unused=unused, form=describe(form, row), value=margin)
+    return Document(content, unused=unused, form=describe(form, row), value=value)
 
 
 def classified(row: Row, fields: Fields, columns: Sequence[str]) -> Document:
@@ -297,6 +299,7 @@ FORMATS = {
         Format("prompts and completions", ("prompt", "completion"), (), read_completion),
         Format("Alpaca instructions", ("instruction", "output"), ALPACA, read_alpaca),
     ),
+    "answers": (Format("judged answers", ("prompt", "completion", "label"), (), read_completion),),
     "pair": (
         Format("preference pairs", ANSWERS, (), lambda row: Conversation([])),
         Format("preference pairs", ("prompt", *ANSWERS), (), partial(read_field, "prompt")),
@@ -328,7 +331,7 @@ def nearest(names: Collection[str], kind: str) -> str:
     """Return a refusal that names the format with the most of some fields, and those that are missing."""
     form = max(FORMATS[kind], key=lambda form: len(set(form.required) & set(names)))
     missing = [name for name in form.required if name not in names]
-    if kind == "pair" or len(missing) < len(form.required):
+    if kind != "conversation" or len(missing) < len(form.required):
         return f"has no {quoted(missing)}, which {form.name} need{list_fields(names)}"
     choices = ", or ".join(quoted(form.required) for form in FORMATS[kind])
     return f"has no conversation; give {choices}{list_fields(names)}"

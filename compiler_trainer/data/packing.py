@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import REFERENCE
+from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE
 from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
@@ -246,8 +246,8 @@ def texts(name: str, skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> La
 
 
 # Records that stay whole: the documents of one, and their name. With "short ", longer ones than a row are left out.
-TOGETHER = {"pairs": 2, "classes": 1, "passages": 2, "triplets": 3}
-RECORDS = {"pairs": "pairs", "classes": "texts", "passages": "pairs", "triplets": "triplets"}
+TOGETHER = {"pairs": 2, "classes": 1, "passages": 2, "triplets": 3, "answers": 1}
+RECORDS = {"pairs": "pairs", "classes": "texts", "passages": "pairs", "triplets": "triplets", "answers": "answers"}
 LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
     "cut": cut,
     "fit": fit,
@@ -466,15 +466,17 @@ def split_records(
 
 
 class PairRows(Rows):
-    """Rows of one pair or triplet each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
+    """Rows of one pair, triplet or answer each. An entry `pairs`, int64 [rows], is 1, or 0 for rows that fill a batch.
 
-    If pairs have margins, these are the entry `margins`, fp32 [rows].
+    If pairs have margins, these are the entry `margins`, fp32 [rows]; an answer's is `desirable`.
     `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become
-    the entries `REFERENCE`, fp32 [rows]. With three columns, an unrelated answer is the third document of each row.
+    the entries `REFERENCE`, or `ANSWER_REFERENCE`, fp32 [rows]. With one more column than a record has documents, an
+    unrelated answer is the last document of each row.
     """
 
-    def __init__(self, rows: Rows, reference: NDArray[np.float32] | None = None):
-        self.rows, self.reference = rows, reference
+    def __init__(self, rows: Rows, documents: int = 2, reference: NDArray[np.float32] | None = None):
+        self.rows, self.documents, self.reference = rows, documents, reference
+        self.names = ANSWER_REFERENCE if documents == 1 else REFERENCE
         self.seq_len, self.facts = rows.seq_len, rows.facts
 
     def __len__(self) -> int:
@@ -488,18 +490,19 @@ class PairRows(Rows):
         """Return the entries of some rows."""
         entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows), "pairs": np.ones(len(rows), np.int64)}
         if "values" in entries:
-            entries["margins"] = entries.pop("values")[:, 0]
+            entries["desirable" if self.documents == 1 else "margins"] = entries.pop("values")[:, 0]
         if self.reference is None:
             return entries
-        if self.reference.shape[1] == len(REFERENCE):
+        if self.reference.shape[1] > self.documents:
             others = self.rows.batch((rows - 1) % len(self))
             for i in range(len(rows)):
-                append_unrelated(*({name: entry[i] for name, entry in part.items()} for part in (entries, others)))
-        return entries | {name: column for name, column in zip(REFERENCE, self.reference[rows].T)}
+                row, other = ({name: entry[i] for name, entry in part.items()} for part in (entries, others))
+                append_unrelated(row, other, self.documents)
+        return entries | {name: column for name, column in zip(self.names, self.reference[rows].T)}
 
 
-def append_unrelated(row: dict[str, Ids], other: dict[str, Ids]) -> None:
-    """Write a third document into the padding of a row: its prompt with the chosen answer of another row.
+def append_unrelated(row: dict[str, Ids], other: dict[str, Ids], number: int) -> None:
+    """Write document `number` into the padding of a row: its prompt with the first answer of another row.
 
     It is cut if there is too little padding.
     """
@@ -508,7 +511,7 @@ def append_unrelated(row: dict[str, Ids], other: dict[str, Ids]) -> None:
     tokens = np.concatenate((row["tokens"][: first + 1], other["tokens"][answer][1:]))
     labels = np.concatenate((row["labels"][:first], other["labels"][answer]))
     size = min(len(tokens), len(row["tokens"]) - begin)
-    document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, 2)}
+    document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, number)}
     for name, values in document.items():
         row[name][begin : begin + size] = values[:size]
 

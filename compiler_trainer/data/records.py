@@ -31,10 +31,11 @@ class Fields(NamedTuple):
     These are a text, or ids, in `column`; or those of a format (formats.py) of a `conversation` or of a `pair` of them,
     with those `names` that the chat template uses apart from messages. With `last_only`, only the last answer of a
     conversation is labels. A `record` is read as it is. The text of a `class` has a label, one of `labels`;
-    `passages` are texts, a query and its passage, and `triplets` one more. With `margins`, a pair has one.
+    `passages` are texts, a query and its passage, and `triplets` one more; `answers` are conversations with a label.
+    With `margins`, a pair has one.
     """
 
-    kind: Literal["text", "conversation", "pair", "record", "classes", "passages", "triplets"]
+    kind: Literal["text", "conversation", "pair", "record", "classes", "passages", "triplets", "answers"]
     column: str = "text"
     names: frozenset[str] = frozenset()
     last_only: bool = False
@@ -82,7 +83,7 @@ class Document(NamedTuple):
 
     `begins` and `ends` are False for a part of a text that does not begin or end it. `unused` are fields of the record
     that are not part of the document. `form` is the format of a conversation's record, with its fields. `value` is the
-    number of a text's class, or a pair's margin.
+    number of a text's class, a pair's margin, or 1 for a desirable answer and 0 for others.
     """
 
     content: str | Conversation | Ids | Pair | Texts | Message
@@ -164,6 +165,15 @@ def class_of(value: Any, labels: tuple[str, ...]) -> int:
     if name.isdecimal() and int(name) < len(labels) and not any(label.isdecimal() for label in labels):
         return int(name)
     raise BadRecord(f'field "label" is {value!r}; data.labels are {", ".join(labels)}')
+
+
+def truth_of(value: Any, field: str) -> float:
+    """Return 1 for true and 0 for false in a field; a table of strings has their names."""
+    names = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
+    name = str(value).lower()
+    if name not in names:
+        raise BadRecord(f'field "{field}" is {value!r}, neither true nor false')
+    return names[name]
 
 
 def text_of(value: Any, field: str) -> str:

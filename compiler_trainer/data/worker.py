@@ -150,7 +150,8 @@ class Worker:
             made = [part for chat in content for part in self.conversation_parts(chat, notes, 1)]
             return [part._replace(value=document.value) for part in made]
         if isinstance(content, Conversation):
-            return self.conversation_parts(content, notes)
+            limit = 1 if self.recipe.records == "answers" else None
+            return [p._replace(value=document.value) for p in self.conversation_parts(content, notes, limit)]
         if isinstance(content, Texts):
             return [self.whole(text) for text in content.texts]
         assert isinstance(content, str)

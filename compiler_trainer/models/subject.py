@@ -16,6 +16,7 @@ from compiler_trainer.config.schema import (
     FolderConfig,
     GrpoConfig,
     HeadLossConfig,
+    KtoConfig,
     ModelConfig,
     Own,
     PreferenceConfig,
@@ -27,7 +28,7 @@ from compiler_trainer.models.heads import LOSSES
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.preference import preference_loss
+from compiler_trainer.models.preference import judged_loss, preference_loss
 from compiler_trainer.models.probes import remark_on, way_of
 from passes.ir.spec import Value
 
@@ -74,6 +75,8 @@ def subject(cfg: Config) -> Subject:
         base = of_ones_own(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | HeadLossConfig):
         check_no_balance(base.module, cfg.loss.name)
+    if isinstance(cfg.loss, KtoConfig) and cfg.data.records == "answers":
+        return replace(base, loss=partial(judged_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, PreferenceConfig):
         return replace(base, loss=partial(preference_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, GrpoConfig):

@@ -127,6 +127,8 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     if cfg.data.has_groups:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
+    if cfg.data.records == "answers":
+        batch["desirable"] = torch.empty(rows, device="meta")
     if cfg.data.margins:
         batch["margins"] = torch.empty(rows, device="meta")
     batch |= {name: torch.empty(rows, device="meta") for name in cfg.reference_entries}

@@ -247,7 +247,7 @@ def test_trains_in_little(places, tmp_path, command):
 @pytest.mark.sample(3)
 def test_the_job_file_of_each_recipe_is_the_recipe_and_trains_in_little(places, tmp_path, recipe, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("hub", "chats.jsonl", "pairs.jsonl", "reviews.jsonl", "prompts.jsonl", "queries.jsonl", "books"):
+    for name in ("hub", "chats.jsonl", "pairs.jsonl", "reviews.jsonl", "prompts.jsonl", "queries.jsonl", "answers.jsonl", "books"):
         (tmp_path / name).symlink_to(places / name)
     shutil.copytree(places / "qwen", "FOLDER")
     assert call("new", recipe) == 0

@@ -78,6 +78,8 @@ def furnish(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
     (folder / "reviews.jsonl").write_text("".join(json.dumps(review) + "\n" for review in REVIEWS) * 20)
     (folder / "queries.jsonl").write_text("".join(json.dumps({**QUERY, "query": f"What is {i}?"}) + "\n" for i in range(30)))
+    judged = ({"prompt": PAIR["prompt"], "completion": PAIR[key], "label": key == "chosen"} for key in ("chosen", "rejected"))
+    (folder / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in judged) * 15)
     (folder / "prompts.jsonl").write_text((json.dumps(ASKED) + "\n") * 3)
     (folder / "my_rewards.py").write_text(shown_module("docs/guides/finetune.md", "my_rewards"))
     model("qwen3").save_pretrained(folder / "qwen")

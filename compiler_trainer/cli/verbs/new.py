@@ -23,6 +23,7 @@ EXAMPLES = {  # data for a model's folder, by their kind
     "prompts": ("data.prompts=[prompts.jsonl]", "rewards=[my_rewards.correct]"),
     "classes": ("data=text", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
     "passages": ("data=text", "data.files=[queries.jsonl]"),
+    "answers": ("data=text", "data.files=[answers.jsonl]"),
 }
 TEXT = ("data=text", "data.files=[books]", "data.tokenizer=FOLDER/tokenizer.json")
 MODEL = "model: llama3_8b  # or one of: "  # of a recipe for any model

@@ -13,7 +13,7 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.models.windowed import WindowedDecoder
 
 RECIPES = sorted(path.stem for path in Path(CONF, "recipe").glob("*.yaml"))
-TUNING = ("finetune", "lora", "qlora", "dpo", "simpo", "orpo", "reward", "classify", "embed")
+TUNING = ("finetune", "lora", "qlora", "dpo", "simpo", "orpo", "reward", "classify", "embed", "kto")
 ONE_GPU = ("windowed_50m",)  # these set batch, split and learning rate themselves
 SHAPED = [name for name in RECIPES if name not in (*TUNING, *ONE_GPU, "pretrain")]
 
