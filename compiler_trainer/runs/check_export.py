@@ -112,8 +112,7 @@ def compared_texts(
     pairs = zip(texts, theirs["values"], strict=True)
     theirs_at_places = torch.tensor([values[place - 1] for text, values in pairs for place in text.places])
     name = "log-probabilities" if cfg.head == "lm" else "outputs"
-    name = f"{name} of {len(ours)} tokens of {len(texts)} rows"
-    return compared(ours, theirs_at_places, coarsest(cfg, theirs["dtype"]), name)
+    return compared(ours, theirs_at_places, coarsest(cfg, theirs["dtype"]), len(texts), name)
 
 
 def loss_of_predictions(
@@ -183,12 +182,12 @@ def coarsest(cfg: Config, exported: str) -> str:
     return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
-def compared(ours: Tensor, theirs: Tensor, dtype: str, name: str) -> tuple[bool, str]:
+def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int, name: str) -> tuple[bool, str]:
     """Return (True if values called `name` are equal up to roundings of a dtype, a sentence on their difference)."""
     allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
     differences = (ours - theirs).abs()
     worst = int((differences / allowed).nan_to_num(torch.inf).argmax())
     is_same = bool((differences <= allowed).all())
-    verdict = f"{name} {'are equal' if is_same else 'differ'}"
+    verdict = f"{name} of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
     values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
     return is_same, f"{verdict}: at most {differences[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"

@@ -209,7 +209,7 @@ def test_what_is_no_export_is_refused(trained, tmp_path, capsys):
 ])
 def test_how_far_apart_they_may_be_follows_from_the_dtype(apart, value, dtype, is_same):
     ours = torch.tensor([-1.0, value], dtype=torch.float64)
-    found, said = compared(ours, ours + torch.tensor([0.0, apart], dtype=torch.float64), dtype, 3)
+    found, said = compared(ours, ours + torch.tensor([0.0, apart], dtype=torch.float64), dtype, 3, "log-probabilities")
     assert found == is_same and f"{dtype} allows" in said and "2 tokens of 3 rows" in said
 
 
