@@ -73,6 +73,7 @@ FEATURES = {
         Feature("8-bit moments", "optim=adamw8bit", "tests/passes/update/test_moments.py"),
     ),
     "Training": (
+        Feature("multi-token prediction", "model.mtp.layers=1", "tests/compiler_trainer/models/test_mtp.py"),
         Feature("models of transformers", "model=hf model.path=FOLDER", "tests/compiler_trainer/models/test_folder.py"),
         Feature("LoRA", "model=hf model.path=FOLDER model.lora.rank=8", "tests/compiler_trainer/models/test_folder.py"),
         Feature(
@@ -92,6 +93,26 @@ FEATURES = {
             "train.global_batch_size=8",
             "tests/compiler_trainer/training/test_rollouts.py",
         ),
+        Feature(
+            "KTO with single answers",
+            f"{TEXT} data.chat=true data.records=answers loss=kto model.attention=documents",
+            "tests/compiler_trainer/training/test_preference.py",
+        ),
+        Feature(
+            "reward models",
+            f"model=hf model.path=FOLDER model.head=score loss=reward {TEXT} data.chat=true data.pairs=true",
+            "tests/compiler_trainer/models/test_heads.py",
+        ),
+        Feature(
+            "text classification",
+            f"model=hf model.path=FOLDER model.head=score loss=classify {TEXT} data.records=classes data.labels=[a,b]",
+            "tests/compiler_trainer/models/test_heads.py",
+        ),
+        Feature(
+            "embeddings with in-batch negatives over all ranks",
+            f"model=hf model.path=FOLDER model.head=none loss=embed {TEXT} data.records=passages",
+            "tests/compiler_trainer/models/test_heads.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(
@@ -110,7 +131,6 @@ FEATURES = {
         Feature("sweeps", "run.dir=runs/sweep", "tests/compiler_trainer/sweep/test_sweep.py"),
     ),
     "Your own": (
-        Feature("multi-token prediction", "model.mtp.layers=1", "tests/compiler_trainer/models/test_mtp.py"),
         Feature("a loop in Python (`Trainer`)", "train.steps=1", "tests/compiler_trainer/test_api.py"),
         Feature("callbacks", "train.callbacks=[{_target_:a.B}]", "tests/compiler_trainer/training/test_callbacks.py"),
         Feature(
@@ -133,7 +153,7 @@ FEATURES = {
 }
 MISSING = (
     Missing("fp16, matmuls in MXFP8 and NVFP4", "passes.cast.param_dtype=float16"),
-    Missing("PPO, reward models", "loss=ppo"),
+    Missing("PPO", "loss=ppo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )
 

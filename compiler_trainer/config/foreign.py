@@ -33,6 +33,7 @@ PREFERENCES = (
     "data.pairs=true data.chat=true"
 )
 GRPO = "reinforcement learning is recipe=grpo data.prompts=[prompts.jsonl] rewards=[my.rewards.correct]"
+REWARDS = "a reward model of preference pairs (Bradley-Terry) is recipe=reward"
 ROLLOUTS = "answers are drawn for loss.steps_per_rollout steps at once, with loss=grpo; each is used in one step"
 NLL_WEIGHT = "the weight of the negative log-likelihood of chosen answers is loss.nll_weight, with a loss of pairs"
 EMA = "an average of the weights (EMA) is train.ema=0.999"
@@ -162,6 +163,10 @@ NAMES = {  # answer -> the names that it answers
     "the seed is train.seed; data.seed is the seed of the order of data": "seed",
     PREFERENCES: "dpo ipo simpo orpo cpo kto",
     NLL_WEIGHT: "cpo_alpha rpo_alpha",
+    REWARDS: "reward_model reward_trainer bradley_terry",
+    "classification of texts is recipe=classify data.labels=[a,b]": "classification num_labels text_classification",
+    "embeddings by a contrastive loss are recipe=embed": "embedding embeddings contrastive infonce",
+    "the weight of the squared sum of a pair's scores is loss.center, with loss=reward": "center_rewards_coefficient",
     "the target of the margin is loss.gamma, with loss=simpo": "simpo_gamma",
     "the reference is the weights that training starts from; its log-probabilities are computed once": "ref_model",
     SFT: "sft instruct finetuning full_finetune finetune fine_tune fine_tuning",

@@ -48,6 +48,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 REFERENCE = ("reference_chosen", "reference_rejected", "reference_unrelated")  # log-probabilities, entries of a batch
+ANSWER_REFERENCE = ("reference_answer", "reference_unrelated")  # the same of single answers
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
 
 
@@ -151,6 +152,7 @@ class LoraConfig:
 
 
 Quantization = Literal["nf4", "mxfp4", "nvfp4", "int8"]
+Head = Literal["lm", "score", "none"]
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class FolderConfig:
     attention: Literal["documents", "causal"] = "documents"  # causal within each document of a sequence, or over all
     lora: LoraConfig | None = None
     quantize: Quantization | None = None  # store the linear layers under LoRA in 4 or 8 bits (QLoRA)
+    head: Head = "lm"  # logits of tokens; scores, one for each of data.labels, or one for a reward; or hidden states
 
 
 def kind_of_time(value: Any) -> Any:
@@ -262,11 +265,14 @@ class CpoConfig(PreferenceConfig):
 class KtoConfig(PreferenceConfig):
     """Kahneman-Tversky optimization (arXiv:2402.01306): chosen answers are desirable, rejected ones are not.
 
-    A third document of each sequence, its prompt with another pair's chosen answer, measures the distance to the
-    reference. It is cut at the end of the sequence.
+    With `data.records=answers`, the `label` of a single answer tells if it is desirable. A further document of each
+    sequence, its prompt with another record's (chosen) answer, measures the distance to the reference. It is cut at the
+    end of the sequence.
     """
 
     name: Literal["kto"]  # the built-in preference loss
+    desirable_weight: PositiveFloat = 1.0  # weight of desirable answers (lambda_D in the paper)
+    undesirable_weight: PositiveFloat = 1.0  # weight of the others (lambda_U)
     answers: ClassVar[int] = 3
 
 
@@ -310,11 +316,61 @@ class GrpoConfig:
         return "sampled", *["old"] * (self.steps_per_rollout > 1), *["reference"] * (self.beta > 0)
 
 
-LOSSES: dict[str, type[PreferenceConfig | GrpoConfig]] = {**PREFERENCE_LOSSES, "grpo": GrpoConfig}
+@dataclass(frozen=True)
+class HeadLossConfig:
+    """A loss of outputs other than next tokens, for which `model.head` has to be `head`."""
+
+    name: Literal["reward", "classify", "embed"]  # the built-in loss
+    head: ClassVar[Head] = "score"
+    records: ClassVar[tuple[str, ...]] = ("documents",)  # of the data
+
+
+@dataclass(frozen=True)
+class RewardConfig(HeadLossConfig):
+    """A reward model of preference pairs (Bradley-Terry): the chosen answer should have the higher score.
+
+    Source: InstructGPT, equation 1 of arXiv:2203.02155. An answer's score is that of its last token. With
+    `data.margins`, scores should differ by more than a pair's margin (Llama 2, equation 2 of arXiv:2307.09288).
+    """
+
+    name: Literal["reward"]  # the built-in loss
+    center: NonNegativeFloat = 0.0  # weight of the squared sum of a pair's scores, 0.01 in arXiv:2312.09244
+
+
+@dataclass(frozen=True)
+class ClassifyConfig(HeadLossConfig):
+    """The cross-entropy of the classes of texts (`data.records=classes`), each from the scores of its last token."""
+
+    name: Literal["classify"]  # the built-in loss
+    records: ClassVar[tuple[str, ...]] = ("classes",)
+
+
+@dataclass(frozen=True)
+class EmbedConfig(HeadLossConfig):
+    """A contrastive loss of embeddings (InfoNCE): a query should be nearer to its own passage than to those of others.
+
+    Sources: equation 4 of arXiv:1807.03748; with `data.records=triplets` equation 5 of arXiv:2104.08821. The other
+    passages are those of the global batch, on all ranks. Similarity is the cosine over `temperature`.
+    """
+
+    name: Literal["embed"]  # the built-in loss
+    pooling: Literal["mean", "last"] = "mean"  # the embedding is the mean of a text's hidden states, or its last one
+    temperature: PositiveFloat = 0.05  # similarities are divided by it
+    head: ClassVar[Head] = "none"
+    records: ClassVar[tuple[str, ...]] = ("passages", "triplets")
+
+
+LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | HeadLossConfig]] = {
+    **PREFERENCE_LOSSES,
+    "grpo": GrpoConfig,
+    "reward": RewardConfig,
+    "classify": ClassifyConfig,
+    "embed": EmbedConfig,
+}
 
 
 def kind_of_loss(value: Any) -> Any:
-    """Return the type of the options of `loss`: a built-in loss of pairs or of sampled answers, or the user's own."""
+    """Return the type of the options of `loss`: a built-in loss, or the user's own."""
     if not isinstance(value, Mapping) or "name" not in value:
         return OwnLoss
     return LOSSES[one_of(tuple(LOSSES), value["name"], "loss.name")]
@@ -322,11 +378,12 @@ def kind_of_loss(value: Any) -> Any:
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
-Loss = Annotated[PreferenceConfig | GrpoConfig | Own, Chosen(kind_of_loss)]
+Loss = Annotated[PreferenceConfig | GrpoConfig | HeadLossConfig | Own, Chosen(kind_of_loss)]
 Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
 
+Records = Literal["documents", "classes", "passages", "triplets", "answers"]
 DataKind = Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "prompts", "custom"]
 
 
@@ -381,6 +438,9 @@ class DataConfig(SourceConfig):
     add_bos_token: bool | None = None  # start each text with the bos_token; null: as the tokenizer does
     chat: bool = False  # records are conversations; only the assistant's answers count in the loss
     pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
+    margins: bool = False  # with `pairs`: a record has a `margin`, by which its answers' scores should differ
+    records: Records = "documents"  # or: texts with a `label`; queries with one or two passages; answers with a `label`
+    labels: tuple[str, ...] = ()  # with records=classes: the names of the classes
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
@@ -390,11 +450,26 @@ class DataConfig(SourceConfig):
     cache_gib: PositiveFloat = 256.0  # above it, tokens unused for 30 days and copies unread for 10 minutes are deleted
 
     @property
-    def packs(self) -> Literal["cut", "fit", "pairs", "short pairs"]:
+    def packs(self) -> str:
         """The packing of documents. Conversations stay whole, so that no answer is separated from its question."""
-        if self.pairs:
-            return "short pairs" if self.bad_records == "skip" else "pairs"
+        if self.pairs or self.records != "documents":
+            return f"{'short ' * (self.bad_records == 'skip')}{'pairs' if self.pairs else self.records}"
         return self.packing if self.packing != "auto" else "fit" if self.chat else "cut"
+
+    @property
+    def has_values(self) -> bool:
+        """True if a document has a number: its class, its pair's margin, or 1 for a desirable answer, otherwise 0."""
+        return self.margins or self.records in ("classes", "answers")
+
+    @property
+    def has_groups(self) -> bool:
+        """True if each sequence has the documents of one record, as those of pairs have."""
+        return self.pairs or self.records in ("passages", "triplets", "answers")
+
+    @property
+    def has_counted(self) -> bool:
+        """True if only some tokens of a document are labels."""
+        return self.chat or self.records != "documents"
 
     @property
     def read(self) -> tuple[SourceConfig, ...]:
@@ -878,6 +953,28 @@ class Config:
         return isinstance(self.loss, PreferenceConfig)
 
     @property
+    def loss_name(self) -> str:
+        """The name of the loss."""
+        return "cross_entropy" if isinstance(self.loss, Mapping) else self.loss.name
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Return True if the loss is a built-in one that needs `data.pairs`."""
+        return isinstance(self.loss, PreferenceConfig | RewardConfig)
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """The kinds of records (`data.records`) that the loss can take."""
+        if isinstance(self.loss, HeadLossConfig):
+            return self.loss.records
+        return ("documents", "answers") if isinstance(self.loss, KtoConfig) else ("documents",)
+
+    @property
+    def head(self) -> str:
+        """The head of the model: that of a folder, and `lm` for other models."""
+        return self.model.head if isinstance(self.model, FolderConfig) else "lm"
+
+    @property
     def has_rollouts(self) -> bool:
         """Return True if the loss is of answers that the model draws while it trains."""
         return isinstance(self.loss, GrpoConfig)
@@ -892,6 +989,8 @@ class Config:
         """Return the entries of a batch with log-probabilities of a reference; none if the loss needs no reference."""
         if not isinstance(self.loss, PreferenceConfig) or not self.loss.has_reference:
             return ()
+        if self.data.records == "answers":
+            return ANSWER_REFERENCE
         return REFERENCE[: self.loss.answers]
 
 

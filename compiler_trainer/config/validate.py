@@ -17,10 +17,13 @@ from compiler_trainer.config.schema import (
     PLAIN_HEADS,
     Config,
     DataConfig,
+    EmbedConfig,
     ExpertsConfig,
     FolderConfig,
+    HeadLossConfig,
     MeshConfig,
     ModelConfig,
+    RewardConfig,
     SourceConfig,
     open_axes,
     with_steps,
@@ -29,6 +32,7 @@ from passes.ir.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path in an error
+TEXTS = {"classes", "passages", "triplets"}  # records that are no conversations
 CONVERSATIONS = {"text", "hf_dataset", "tokens", "prompts"}  # data that may be conversations
 
 
@@ -189,6 +193,85 @@ ROLLOUT_CHECKS: Checks = (
     ),
 )
 
+HEAD_CHECKS: Checks = (
+    (
+        "loss.name",
+        lambda c: not isinstance(c.loss, HeadLossConfig) or isinstance(c.model, FolderConfig),
+        "{c.loss.name} puts a head on a model of transformers; set model=hf model.path=FOLDER",
+    ),
+    (
+        "model.head",
+        lambda c: not isinstance(c.loss, HeadLossConfig) or c.head == c.loss.head,
+        "{c.head} with loss={c.loss.name}, which needs model.head={c.loss.head}, as recipe={c.loss.name} has",
+    ),
+    (
+        "model.head",
+        lambda c: c.head == "lm" or c.has_own_loss or isinstance(c.loss, HeadLossConfig),
+        "{c.head} has no next tokens to learn; set loss=reward (or classify, embed), your own loss, or model.head=lm",
+    ),
+    (
+        "data.records",
+        lambda c: c.has_own_loss or c.data.records in c.records,
+        "{c.data.records} with loss={c.loss_name}, which needs {c.records[0]}, as its recipe has",
+    ),
+    (
+        "train.microbatches",
+        lambda c: not isinstance(c.loss, EmbedConfig) or c.train.microbatches == 1,
+        "{c.train.microbatches} with loss=embed: passages of other microbatches would be no negatives; set it to 1",
+    ),
+    (
+        "passes.communication.batch_overlap",
+        lambda c: not isinstance(c.loss, EmbedConfig) or c.passes.communication.batch_overlap == 1,
+        "{c.passes.communication.batch_overlap} with loss=embed, whose negatives are those of the batch; set it to 1",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records == "documents" or not c.data.pairs,
+        "{c.data.records} with data.pairs=true, whose records are pairs; set one of them",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records not in TEXTS or not c.data.chat,
+        "{c.data.records} are texts, not conversations; set data.chat=false",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records != "answers" or c.data.chat,
+        "answers are those of conversations; set data.chat=true",
+    ),
+    (
+        "loss.nll_weight",
+        lambda c: c.data.records != "answers" or c.has_own_loss or not c.loss.nll_weight,
+        "{c.loss.nll_weight} with data.records=answers, none of which is preferred to another; set it to 0",
+    ),
+    (
+        "data.records",
+        lambda c: c.data.records == "documents" or names((*c.data.read, *c.data.validation)) <= CONVERSATIONS,
+        "{c.data.records} come from data=text, hf_dataset or tokens; name files, as data=text data.files=[a.jsonl]",
+    ),
+    (
+        "data.labels",
+        lambda c: bool(c.data.labels) == (c.data.records == "classes"),
+        "{c.data.labels} with data.records={c.data.records}; classes need names, as data.labels=[negative,positive], "
+        "other records none",
+    ),
+    (
+        "data.labels",
+        lambda c: not c.data.labels or len({*c.data.labels}) == len(c.data.labels) > 1,
+        "{c.data.labels} are not several different names; name each class once",
+    ),
+    (
+        "data.margins",
+        lambda c: not c.data.margins or c.data.pairs and (c.has_own_loss or isinstance(c.loss, RewardConfig)),
+        "true with loss={c.loss_name}, which takes no margin; set loss=reward with data.pairs=true, or false",
+    ),
+    (
+        "eval.prompts",
+        lambda c: not c.eval.prompts or c.head == "lm",
+        "are continued, and a model with model.head={c.head} writes nothing; leave them out",
+    ),
+)
+
 CHECKS: Checks = (
     ("run.dir", lambda c: c.run.dir.strip() != "", "is empty; name a folder, . for this one"),
     ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
@@ -265,23 +348,34 @@ CHECKS: Checks = (
     (
         "data.pairs",
         lambda c: not c.data.pairs or bool(c.loss),
-        "need a loss that compares two answers: set loss=dpo (or ipo, simpo, orpo, cpo, kto), or a loss of your own",
+        "need a loss that compares two answers: set loss=dpo (or ipo, simpo, orpo, cpo, kto, reward), or your own loss",
     ),
     (
         "loss.name",
-        lambda c: not c.has_preference_loss or c.data.pairs,
+        lambda c: not c.compares_pairs or c.data.pairs or c.data.records == "answers",
         "{c.loss.name} compares two answers; set data.pairs=true, data.chat=true",
     ),
     *ROLLOUT_CHECKS,
+    *HEAD_CHECKS,
     (
         "data.packing",
         lambda c: not c.data.pairs or c.data.packing == "auto",
         "{c.data.packing} with data.pairs, and each pair is one sequence; leave it auto",
     ),
     (
+        "data.packing",
+        lambda c: c.data.records == "documents" or c.data.packing == "auto",
+        "{c.data.packing} with data.records={c.data.records}, which stay whole; leave it auto",
+    ),
+    (
         "model.attention",
         lambda c: not c.data.pairs or getattr(c.model, "attention", "documents") == "documents",
         "{c.model.attention} with data.pairs: both answers share a sequence and must not see each other; set documents",
+    ),
+    (
+        "model.attention",
+        lambda c: c.data.records == "documents" or getattr(c.model, "attention", "documents") == "documents",
+        "{c.model.attention} with data.records={c.data.records}, several of which share a sequence; set documents",
     ),
     (
         "data.tokenizer",

@@ -40,6 +40,7 @@ class Corpus:
     fingerprint: str
     counted: NDArray[np.bool_] | None = None  # True for tokens that are labels; None if all are
     continues: NDArray[np.bool_] | None = None  # True for documents of the same record as the previous one
+    values: NDArray[np.float32] | None = None  # the number of each document, if documents have one
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -49,15 +50,16 @@ class Corpus:
         return self.offsets[documents + 1] - self.offsets[documents]
 
 
-def map_volume(volume: StoredFolder, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
+def map_volume(volume: StoredFolder, tokenizer: Tokenizer, has_counted: bool, has_values: bool = False) -> Corpus:
     """Return the documents of a volume, mapped from disk."""
     return Corpus(
         volume.array("tokens", dtype_of(tokenizer.vocab_size)),
         np.asarray(np.memmap(volume.folder / "offsets.bin", np.int64, mode="r")),
         tokenizer.end_of_document,
         Summary(*volume.holds).digest,
-        volume.array("counted", bool) if is_chat else None,
-        volume.array("continues", bool) if is_chat else None,
+        volume.array("counted", bool) if has_counted else None,
+        volume.array("continues", bool) if has_counted else None,
+        volume.array("values", np.float32) if has_values else None,
     )
 
 
@@ -131,8 +133,14 @@ def hash_arrays(*arrays: NDArray[np.generic]) -> str:
 
 NOTES_MOST = 40  # notes that a source keeps
 # Files of a shard, and their names once joined: ids; ends of documents, int64; for conversations also the ids that
-# count, bool, and the documents of the same record as the previous one, bool.
-ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin", "continues": "continues.bin"}
+# count, bool, and the documents of the same record as the previous one, bool; for others a number a document, float32.
+ARRAYS = {
+    "tokens": "tokens.bin",
+    "ends": "offsets.bin",
+    "counted": "counted.bin",
+    "continues": "continues.bin",
+    "values": "values.bin",
+}
 
 # Ids, and True for those that are labels, with one more entry for the closing token; None if all are labels.
 Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]
@@ -166,6 +174,10 @@ class PartBorders(Protocol):
     def continues(self) -> bool:
         """True if it is a sample of the same record as the previous document."""
 
+    @property
+    def value(self) -> float | None:
+        """The number of its document, if it has one."""
+
 
 class Shard:
     """A context manager that writes a piece's tokens, and at the end a summary, which makes the shard valid."""
@@ -179,7 +191,7 @@ class Shard:
 
     def add(self, parts: Iterable[PartBorders], encoded: Iterable[Encoded]) -> None:
         """Append documents or parts of them; documents get their closing token, and empty ones are only counted."""
-        ids, counts, ends, continues, at = [], [], [], [], self.summary.tokens
+        ids, counts, ends, continues, values, at = [], [], [], [], [], self.summary.tokens
         documents = empty = 0
         for part, (part_ids, counted) in zip(parts, encoded, strict=True):
             documents += part.ends
@@ -191,10 +203,12 @@ class Shard:
             at += len(part_ids) + part.ends
             ends += [at] * part.ends
             continues += [part.continues] * (part.ends and counted is not None)
+            values += [part.value] * (part.ends and part.value is not None)
         self.write("tokens", ids, self.dtype)
         self.write("counted", counts, np.dtype(bool))
         self.write("ends", [ends], np.dtype(np.int64))
         self.write("continues", [continues], np.dtype(bool))
+        self.write("values", [values], np.dtype(np.float32))
         summary = self.summary
         self.summary = summary._replace(tokens=at, documents=summary.documents + documents, empty=summary.empty + empty)
 

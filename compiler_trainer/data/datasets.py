@@ -23,7 +23,8 @@ from compiler_trainer.data import tokenized
 from compiler_trainer.data.corpus import Ids, hash_arrays, map_volume
 from compiler_trainer.data.loader import JoinedRows, Loader, Mixture
 from compiler_trainer.data.packing import (
-    PAIRED,
+    TOGETHER,
+    ClassRows,
     Facts,
     LayoutSpec,
     PackedRows,
@@ -204,7 +205,7 @@ def build_part(
         return dataset_part(source, number, eval_fraction, seq_len, cfg.seed)
     tokens, name, documents_before, volume_rows = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
     for at, volume in enumerate(tokens.volumes):
-        corpus = map_volume(volume, tokenizer, cfg.chat)
+        corpus = map_volume(volume, tokenizer, cfg.has_counted, cfg.has_values)
         seed = [cfg.seed, number, *([at] if at else [])]
         volume_rows.append(
             layout_rows(corpus, LayoutSpec(seed, documents_before, eval_fraction, seq_len, cfg.packs), cache)
@@ -214,8 +215,11 @@ def build_part(
         [half for half in halves if half is not None] for halves in zip(*(volume[:2] for volume in volume_rows))
     )
     rows = [join_volumes(half, name) for half in (train, held_out)]
-    if cfg.pairs:
-        rows = [None if half is None else PairRows(half) for half in rows]
+    if cfg.has_groups:
+        documents = TOGETHER["pairs" if cfg.pairs else cfg.records]
+        rows = [None if half is None else PairRows(half, documents) for half in rows]
+    if cfg.records == "classes":
+        rows = [None if half is None else ClassRows(half) for half in rows]
     return Part(name, tokens, rows[0], rows[1], any(volume.is_cut for volume in volume_rows))
 
 
@@ -286,7 +290,7 @@ def packing_note(rows: Rows, packing: str) -> str:
     """Return a note on the conversations or pairs that do not fit into a sequence, and the fix."""
     if packing == "cut":
         return f"{rows.cut_share:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
-    if packing in PAIRED:
+    if packing.removeprefix("short ") in TOGETHER:
         return f"{rows.cut_share:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; increase it"
     return f"{rows.cut_share:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; increase it"
 
@@ -294,6 +298,7 @@ def packing_note(rows: Rows, packing: str) -> str:
 def describe_rows(rows: Rows) -> str:
     """Return the size of packed data and the quality of the packing, as text."""
     lost_name = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
+    lost_name = "texts left out" if isinstance(rows, ClassRows) else lost_name
     packed = f"{rows.padding:.2%} padding, {rows.cut_share:.1%} of {lost_name}"
     tokens, excluded = rows.facts.tokens, rows.facts.tokens - rows.facts.row_tokens
     if excluded <= 1 or isinstance(rows, PairRows):  # the very last token can be a label without being an input

@@ -23,10 +23,14 @@ from compiler_trainer.data.records import (
     Fields,
     Message,
     Pair,
+    Texts,
+    class_of,
     decode,
     ids_of,
     messages_of,
+    number_of,
     text_of,
+    truth_of,
 )
 
 VERSION = 2  # increased when a record gives other messages: tokens made by earlier versions are made again
@@ -88,12 +92,54 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
         return Document(content_of(row, fields.column), unused=unused_in(row, columns, {fields.column}))
     if fields.kind == "record":
         return Document(dict(row))
+    if fields.kind == "classes":
+        return classified(row, fields, columns)
+    if fields.kind in PASSAGES:
+        return passages(row, fields.kind, columns)
     form = format_of(row, fields.kind)
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
-    unused = unused_in(row, columns, {*form.required, *form.optional, *fields.names, "system"})
+    value = number_of(field_of(row, "margin"), "margin") if fields.margins else None
+    value = truth_of(row["label"], "label") if fields.kind == "answers" else value
+    used = {*form.required, *form.optional, *fields.names, "system", *["margin"] * fields.margins}
+    unused = unused_in(row, columns, used)
     if isinstance(content, Pair) and not begins_with(content, with_system(row, form.read(row).messages)):
         unused = (*unused, form.required[0])
-    return Document(content, unused=unused, form=describe(form, row))
+    return Document(content, unused=unused, form=describe(form, row), value=value)
+
+
+def classified(row: Row, fields: Fields, columns: Sequence[str]) -> Document:
+    """Return the text of a row with the number of its class."""
+    text = filled_text(row, fields.column)
+    value = class_of(field_of(row, "label"), fields.labels)
+    return Document(text, unused=unused_in(row, columns, {fields.column, "label"}), value=value)
+
+
+QUERIES, PASSAGES = ("query", "anchor"), {"passages": ("positive",), "triplets": ("positive", "negative")}
+
+
+def passages(row: Row, kind: str, columns: Sequence[str]) -> Document:
+    """Return the query of a row, as it is called by either name, with its passages."""
+    queries = [name for name in QUERIES if row.get(name) is not None]
+    if len(queries) != 1:
+        problem = f"has both {quoted(QUERIES)}; remove one of them" if queries else 'has no "query" or "anchor"'
+        raise BadRecord(f"{problem}{list_fields(row)}")
+    names = (*queries, *PASSAGES[kind])
+    return Document(Texts(tuple(filled_text(row, name) for name in names)), unused=unused_in(row, columns, names))
+
+
+def filled_text(row: Row, name: str) -> str:
+    """Return the text in a field; raise BadRecord if it is empty."""
+    text = text_of(field_of(row, name), name)
+    if not text.strip():
+        raise BadRecord(f'field "{name}" is empty')
+    return text
+
+
+def field_of(row: Row, name: str) -> Any:
+    """Return a field of a row; raise BadRecord if it is missing."""
+    if row.get(name) is None:
+        raise BadRecord(f'has no field "{name}"{list_fields(row)}')
+    return row[name]
 
 
 def unused_in(row: Row, columns: Sequence[str], used: Collection[str]) -> tuple[str, ...]:
@@ -253,6 +299,7 @@ FORMATS = {
         Format("prompts and completions", ("prompt", "completion"), (), read_completion),
         Format("Alpaca instructions", ("instruction", "output"), ALPACA, read_alpaca),
     ),
+    "answers": (Format("judged answers", ("prompt", "completion", "label"), (), read_completion),),
     "pair": (
         Format("preference pairs", ANSWERS, (), lambda row: Conversation([])),
         Format("preference pairs", ("prompt", *ANSWERS), (), partial(read_field, "prompt")),
@@ -284,7 +331,7 @@ def nearest(names: Collection[str], kind: str) -> str:
     """Return a refusal that names the format with the most of some fields, and those that are missing."""
     form = max(FORMATS[kind], key=lambda form: len(set(form.required) & set(names)))
     missing = [name for name in form.required if name not in names]
-    if kind == "pair" or len(missing) < len(form.required):
+    if kind != "conversation" or len(missing) < len(form.required):
         return f"has no {quoted(missing)}, which {form.name} need{list_fields(names)}"
     choices = ", or ".join(quoted(form.required) for form in FORMATS[kind])
     return f"has no conversation; give {choices}{list_fields(names)}"
@@ -316,8 +363,13 @@ def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
         return [fields.column]
     if fields.kind == "record":
         return list(names)
+    if fields.kind == "classes":
+        return [name for name in names if name in (fields.column, "label")]
+    if fields.kind in PASSAGES:
+        return [name for name in names if name in (*QUERIES, *PASSAGES[fields.kind])]
     if not fitting(names, fields.kind):
         raise BadRecord(nearest(names, fields.kind))
     formats = FORMATS[fields.kind]
     used = {name for form in formats for name in (*form.required, *form.optional)} | fields.names | {"system"}
+    used |= {"margin"} if fields.margins else set()
     return [name for name in names if name in used]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import REFERENCE
+from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE
 from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
@@ -54,7 +54,8 @@ class Rows(Protocol):
         """Return `tokens`, `labels`, `positions` and `documents` of the rows numbered `rows`, one or more.
 
         All are int64 [len(rows), seq_len]. Positions count from 0 at each document's first token in the row. Documents
-        are numbered from 0 in the row; padding has document -1.
+        are numbered from 0 in the row; padding has document -1. If documents have numbers, `values`, fp32 [len(rows),
+        seq_len], is that of each token's document.
         """
 
     @property
@@ -103,12 +104,19 @@ class PackedRows(Rows):
         has_label = ~is_padding & ((at + 1 < layout.starts[piece + 1]) | layout.continues[piece])
         if self.corpus.counted is not None:
             has_label &= self.corpus.counted.take(source + 1, mode="clip")
-        return {
+        entries: dict[str, NDArray[Any]] = {
             "tokens": np.where(is_padding, self.corpus.end_of_document, self._tokens(source)),
             "labels": np.where(has_label, self._tokens(source + 1), IGNORED_LABEL),
             "positions": at - np.maximum(layout.starts[piece], row_starts[:, None]),
             "documents": np.where(is_padding, PADDING_DOCUMENT, piece - piece[:, :1]),
         }
+        return entries | ({} if self.corpus.values is None else {"values": self._values(piece)})
+
+    def _values(self, piece: Ids) -> NDArray[np.float32]:
+        """Return the number of each piece's document; that of padding is arbitrary."""
+        assert self.corpus.values is not None
+        document = np.searchsorted(self.corpus.offsets, self.layout.sources[piece], side="right") - 1
+        return self.corpus.values.take(document, mode="clip")
 
     def _pieces(self, at: Ids) -> Ids:
         """Return the pieces at some positions of the stream."""
@@ -202,32 +210,51 @@ def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
     )
 
 
-def pairs(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
-    """Lay out one pair of documents per row: a chosen answer with an even number, and the next, its rejected answer.
+def groups(name: str, skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Lay out one record per row: its documents have neighbouring numbers, of which the first divides by their count.
 
-    Pairs longer than a row are skipped with `skip`; otherwise they raise UserError.
+    Those of a pair are a chosen answer and its rejected one. Records longer than a row are skipped with `skip`;
+    otherwise they raise UserError.
     """
-    firsts = order[order % 2 == 0]
-    lengths = np.stack((corpus.lengths(firsts), corpus.lengths(firsts + 1)), 1)
-    fits = (size := lengths.sum(1)) <= seq_len
-    if not (skip or fits.all()):
-        limit = f"the longest has {size.max():,}; increase train.seq_len, or set data.bad_records=skip to skip them"
-        problem = f"{np.sum(~fits):,} of {len(firsts):,} pairs are longer than rows of {seq_len:,} tokens"
-        raise UserError("data.pairs", f"{problem}, {limit}")
-    firsts, lengths = firsts[fits], lengths[fits]
-    sources = np.stack((corpus.offsets[firsts], corpus.offsets[firsts + 1], np.full(len(firsts), PADDING)), 1).ravel()
+    count = TOGETHER[name]
+    documents = order[order % count == 0][:, None] + np.arange(count)
+    lengths = corpus.lengths(documents)
+    fits = too_long(name, skip, lengths.sum(1), seq_len)
+    documents, lengths = documents[fits], lengths[fits]
+    sources = np.pad(corpus.offsets[documents], ((0, 0), (0, 1)), constant_values=PADDING).ravel()
     sizes = np.concatenate((lengths, seq_len - lengths.sum(1, keepdims=True)), 1).ravel()
     nonempty = sizes > 0
     starts = np.concatenate(([0], np.cumsum(sizes[nonempty])))
-    skipped = 2 * int(np.sum(~fits))
-    return Layout(starts, sources[nonempty], np.zeros(int(nonempty.sum()), bool), np.arange(len(firsts)), skipped)
+    skipped = count * int(np.sum(~fits))
+    return Layout(starts, sources[nonempty], np.zeros(int(nonempty.sum()), bool), np.arange(len(documents)), skipped)
 
 
+def too_long(name: str, skip: bool, lengths: Ids, seq_len: int) -> NDArray[np.bool_]:
+    """Return True for records that fit into a row; without `skip`, raise UserError if there are others."""
+    fits = lengths <= seq_len
+    if not (skip or fits.all()):
+        limit = f"the longest has {lengths.max():,}; increase train.seq_len, or set data.bad_records=skip to skip them"
+        problem = f"{np.sum(~fits):,} of {len(fits):,} {RECORDS[name]} are longer than rows of {seq_len:,} tokens"
+        raise UserError("data.pairs" if name == "pairs" else "data.records", f"{problem}, {limit}")
+    return fits
+
+
+def texts(name: str, skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Fit whole documents into rows; longer ones are skipped with `skip`, otherwise they raise UserError."""
+    fits = too_long(name, skip, corpus.lengths(order), seq_len)
+    return fit(corpus, order[fits], seq_len)._replace(cut_documents=int(np.sum(~fits)))
+
+
+# Records that stay whole: the documents of one, and their name. With "short ", longer ones than a row are left out.
+TOGETHER = {"pairs": 2, "classes": 1, "passages": 2, "triplets": 3, "answers": 1}
+RECORDS = {"pairs": "pairs", "classes": "texts", "passages": "pairs", "triplets": "triplets", "answers": "answers"}
 LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
     "cut": cut,
     "fit": fit,
-    "pairs": partial(pairs, False),
-    "short pairs": partial(pairs, True),
+    **{name: partial(groups, name, False) for name in TOGETHER},
+    **{f"short {name}": partial(groups, name, True) for name in TOGETHER},
+    "classes": partial(texts, "classes", False),
+    "short classes": partial(texts, "classes", True),
 }
 
 
@@ -362,14 +389,16 @@ def layout_rows(corpus: Corpus, spec: LayoutSpec, cache: Cache) -> VolumeRows:
     """Return the sequences of a volume, from the cache if they are there."""
     key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, spec]
     volume = get_or_make(cache, key, lambda folder: write_layouts(folder, corpus, spec))
-    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
+    if corpus.values is None:
+        corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # the layout replaces them, so unmap them
     train, held_out = (load_rows(volume, half, corpus, spec.seq_len) for half in ("train", "held_out"))
     return VolumeRows(train, held_out, volume.holds["is_cut"])
 
 
 def write_layouts(folder: Path, corpus: Corpus, spec: LayoutSpec) -> dict[str, Any]:
     """Write both layouts of a volume, and return the facts to store."""
-    halves = split_pairs if spec.packing in PAIRED else split
+    count = TOGETHER.get(spec.packing.removeprefix("short "))
+    halves = partial(split_records, count) if count else split
     split_corpus, trained, held_out = halves(corpus, spec.eval_fraction, spec.documents_before)
     np.random.default_rng(spec.seed).shuffle(trained)
     holds = {
@@ -417,34 +446,37 @@ def permutation(count: int, seed: list[int], cache: Cache | None) -> Ids:
 # ---- preference pairs ----------------------------------------------------------------------------------
 
 
-PAIRED = ("pairs", "short pairs")  # packings of pairs
+def split_records(
+    size: int, corpus: Corpus, eval_fraction: float, documents_before: int = 0
+) -> tuple[Corpus, Ids, Ids]:
+    """Return the corpus and the documents of training and of validation records, each ascending, like `corpus.split`.
 
-
-def split_pairs(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tuple[Corpus, Ids, Ids]:
-    """Return the corpus and the documents of training and of validation pairs, each ascending, like `corpus.split`.
-
-    Both documents of a pair are in the same half. If the draw selects no pair, the last one is for validation.
+    All `size` documents of a record are in the same half, whole. If the draw selects no record, the last one is for
+    validation.
     """
-    is_validation_pair = np.full(len(corpus) // 2, eval_fraction == 1)
+    is_validation_record = np.full(len(corpus) // size, eval_fraction == 1)
     if 0 < eval_fraction < 1:
-        is_validation_pair = draw_validation(len(is_validation_pair), eval_fraction, documents_before // 2)
-        if len(is_validation_pair) < 2:
-            raise UserError("data.eval_fraction", "there is only one pair, too few for validation pairs; set it to 0")
-        if is_validation_pair.all() or not is_validation_pair.any():
-            is_validation_pair = np.arange(len(is_validation_pair)) == len(is_validation_pair) - 1
-    is_validation = np.repeat(is_validation_pair, 2)
+        is_validation_record = draw_validation(len(is_validation_record), eval_fraction, documents_before // size)
+        if len(is_validation_record) < 2:
+            raise UserError("data.eval_fraction", "there is only one record, too few for validation; set it to 0")
+        if is_validation_record.all() or not is_validation_record.any():
+            is_validation_record = np.arange(len(is_validation_record)) == len(is_validation_record) - 1
+    is_validation = np.repeat(is_validation_record, size)
     return corpus, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
 class PairRows(Rows):
-    """Rows of one pair each. An entry `pairs`, int64 [rows], is 1, or 0 if a row only fills a batch.
+    """Rows of one pair, triplet or answer each. An entry `pairs`, int64 [rows], is 1, or 0 for rows that fill a batch.
 
+    If pairs have margins, these are the entry `margins`, fp32 [rows]; an answer's is `desirable`.
     `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become
-    the entries `REFERENCE`, fp32 [rows]. With three columns, an unrelated answer is the third document of each row.
+    the entries `REFERENCE`, or `ANSWER_REFERENCE`, fp32 [rows]. With one more column than a record has documents, an
+    unrelated answer is the last document of each row.
     """
 
-    def __init__(self, rows: Rows, reference: NDArray[np.float32] | None = None):
-        self.rows, self.reference = rows, reference
+    def __init__(self, rows: Rows, documents: int = 2, reference: NDArray[np.float32] | None = None):
+        self.rows, self.documents, self.reference = rows, documents, reference
+        self.names = ANSWER_REFERENCE if documents == 1 else REFERENCE
         self.seq_len, self.facts = rows.seq_len, rows.facts
 
     def __len__(self) -> int:
@@ -457,17 +489,20 @@ class PairRows(Rows):
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
         entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows), "pairs": np.ones(len(rows), np.int64)}
+        if "values" in entries:
+            entries["desirable" if self.documents == 1 else "margins"] = entries.pop("values")[:, 0]
         if self.reference is None:
             return entries
-        if self.reference.shape[1] == len(REFERENCE):
+        if self.reference.shape[1] > self.documents:
             others = self.rows.batch((rows - 1) % len(self))
             for i in range(len(rows)):
-                append_unrelated(*({name: entry[i] for name, entry in part.items()} for part in (entries, others)))
-        return entries | {name: column for name, column in zip(REFERENCE, self.reference[rows].T)}
+                row, other = ({name: entry[i] for name, entry in part.items()} for part in (entries, others))
+                append_unrelated(row, other, self.documents)
+        return entries | {name: column for name, column in zip(self.names, self.reference[rows].T)}
 
 
-def append_unrelated(row: dict[str, Ids], other: dict[str, Ids]) -> None:
-    """Write a third document into the padding of a row: its prompt with the chosen answer of another row.
+def append_unrelated(row: dict[str, Ids], other: dict[str, Ids], number: int) -> None:
+    """Write document `number` into the padding of a row: its prompt with the first answer of another row.
 
     It is cut if there is too little padding.
     """
@@ -476,6 +511,29 @@ def append_unrelated(row: dict[str, Ids], other: dict[str, Ids]) -> None:
     tokens = np.concatenate((row["tokens"][: first + 1], other["tokens"][answer][1:]))
     labels = np.concatenate((row["labels"][:first], other["labels"][answer]))
     size = min(len(tokens), len(row["tokens"]) - begin)
-    document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, 2)}
+    document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, number)}
     for name, values in document.items():
         row[name][begin : begin + size] = values[:size]
+
+
+# ---- classes -------------------------------------------------------------------------------------------
+
+
+class ClassRows(Rows):
+    """Rows of texts whose last token has the number of the text's class as its label."""
+
+    def __init__(self, rows: Rows):
+        self.rows, self.seq_len, self.facts = rows, rows.seq_len, rows.facts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def token_counts(self, rows: Ids) -> Ids:
+        """Return the number of tokens of each row that belong to documents."""
+        return self.rows.token_counts(rows)
+
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
+        """Return the entries of some rows."""
+        entries = self.rows.batch(rows)
+        classes = entries.pop("values").astype(np.int64)
+        return entries | {"labels": np.where(entries["labels"] == IGNORED_LABEL, IGNORED_LABEL, classes)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,10 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.chat import ChatTemplate
 from compiler_trainer.data.readers import READERS, ReadOptions
-from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record, Texts
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, tokenizer_of
-from compiler_trainer.data.worker import Part, Recipe, Worker
+from compiler_trainer.data.worker import Part, Worker, make_recipe
 from compiler_trainer.places.cache import cache_of
 
 KINDS: tuple[dict[str, Any], ...] = ({"chat": True, "pairs": True}, {"chat": True}, {"chat": False})  # records
@@ -30,6 +31,7 @@ class Shown(NamedTuple):
     labels: list[bool]
     theirs: str | None = None  # apply_chat_template's text; None for plain texts
     is_same: bool = True  # True if text and ids equal those of transformers
+    end: str = "closes the document"  # the meaning of the last token
 
 
 @dataclass
@@ -67,18 +69,9 @@ class Reader:
         self.cfg, self.tokenizer = cfg, tokenizer_of(cfg)
         self.cache = cache_of(cfg)
         self.source = source_of(cfg, cfg.seed, self.cache)
-        self.chat, self.pairs = self.kind(kinds)
-        recipe = Recipe(
-            self.tokenizer,
-            cfg.text_column,
-            cfg.document_separator,
-            self.chat,
-            True,
-            self.cache,
-            self.pairs,
-            cfg.train_on == "last",
-        )
-        self.worker = Worker(recipe, self.cache.folder)
+        self.chat, self.pairs = (cfg.chat, cfg.pairs) if cfg.records != "documents" else self.kind(kinds)
+        cfg = dataclasses.replace(cfg, chat=self.chat, pairs=self.pairs, bad_records="skip")
+        self.worker = Worker(make_recipe(cfg, cfg, self.tokenizer), self.cache.folder)
 
     def kind(self, kinds: Sequence[dict[str, Any]]) -> tuple[bool, bool]:
         """Return (is chat, is pairs) of the first record; raise UserError if it is of no kind."""
@@ -110,9 +103,12 @@ class Reader:
         parts = self.worker.prepare(document, notes)
         encoded = self.worker.encode(parts)
         content = document.content
+        if isinstance(content, Texts):
+            return [self.plain(text, list(map(int, ids))) for text, (ids, _) in zip(content.texts, encoded)]
         if not isinstance(content, Conversation | Pair):
             ids = [int(i) for part, _ in encoded for i in part]
-            return [self.plain(content, ids)]
+            shown_text = self.plain(content, ids)
+            return [shown_text if document.value is None else self.with_class(shown_text, int(document.value))]
         end, shown = self.tokenizer.end_of_document, []
         for sample, counted in encoded:
             assert counted is not None
@@ -121,6 +117,11 @@ class Reader:
             self.compare_with_transformers(document, text, chat)
             for document, (text, chat) in zip(shown, self.theirs(content))
         ]
+
+    def with_class(self, shown: Shown, number: int) -> Shown:
+        """Return a text whose only label is its class, in place of the closing token."""
+        labels = [False] * (len(shown.tokens) - 1) + [True]
+        return shown._replace(labels=labels, end=f"class {number}, {self.cfg.labels[number]}")
 
     def plain(self, content: Any, ids: list[int]) -> Shown:
         """Return a plain text, compared with the ids of transformers' tokenizer."""
@@ -187,7 +188,7 @@ class Reader:
 def table(shown: Shown, tokenizer: Tokenizer, limit: int) -> Iterator[str]:
     """Yield a line for each token: number, id, text, and a mark if it is a label."""
     for number, (token, is_label) in enumerate(zip(shown.tokens[:limit], shown.labels)):
-        closing = "   closes the document" if number == len(shown.tokens) - 1 else ""
+        closing = f"   {shown.end}" if number == len(shown.tokens) - 1 else ""
         yield f"{number:6} {token:8} {'label' if is_label else '':5}  {tokenizer.name_of(token)!r}{closing}"
     if len(shown.tokens) > limit:
         yield f"       {len(shown.tokens) - limit:,} tokens more"

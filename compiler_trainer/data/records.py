@@ -6,6 +6,7 @@ Messages are those of OpenAI, `role` and `content`, or of ShareGPT, `from` and `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -29,13 +30,17 @@ class Fields(NamedTuple):
 
     These are a text, or ids, in `column`; or those of a format (formats.py) of a `conversation` or of a `pair` of them,
     with those `names` that the chat template uses apart from messages. With `last_only`, only the last answer of a
-    conversation is labels. A `record` is read as it is.
+    conversation is labels. A `record` is read as it is. The text of a `class` has a label, one of `labels`;
+    `passages` are texts, a query and its passage, and `triplets` one more; `answers` are conversations with a label.
+    With `margins`, a pair has one.
     """
 
-    kind: Literal["text", "conversation", "pair", "record"]
+    kind: Literal["text", "conversation", "pair", "record", "classes", "passages", "triplets", "answers"]
     column: str = "text"
     names: frozenset[str] = frozenset()
     last_only: bool = False
+    labels: tuple[str, ...] = ()
+    margins: bool = False
 
 
 def text_fields(column: str) -> Fields:
@@ -67,18 +72,26 @@ class Pair(NamedTuple):
     rejected: Conversation
 
 
+class Texts(NamedTuple):
+    """A query, the passage that belongs to it, and maybe one that does not."""
+
+    texts: tuple[str, ...]
+
+
 class Document(NamedTuple):
-    """A text, a conversation, token ids, a pair, which is two documents, or all fields of a record.
+    """A text, a conversation, token ids, a pair or texts, which are several documents, or all fields of a record.
 
     `begins` and `ends` are False for a part of a text that does not begin or end it. `unused` are fields of the record
-    that are not part of the document. `form` is the format of a conversation's record, with its fields.
+    that are not part of the document. `form` is the format of a conversation's record, with its fields. `value` is the
+    number of a text's class, a pair's margin, or 1 for a desirable answer and 0 for others.
     """
 
-    content: str | Conversation | Ids | Pair | Message
+    content: str | Conversation | Ids | Pair | Texts | Message
     begins: bool = True
     ends: bool = True
     unused: tuple[str, ...] = ()
     form: str = ""
+    value: float | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -128,6 +141,39 @@ def ids_of(value: list[Any] | Ids, field: str) -> Ids:
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise BadRecord(f'field "{field}" is a list, but not of token ids')
     return ids
+
+
+def number_of(value: Any, field: str) -> float:
+    """Return the number in a field; a table of strings has its text."""
+    try:
+        number = float(value if isinstance(value, int | float | str) else "")
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadRecord(f'field "{field}" is {value!r}, not a number')
+    return number
+
+
+def class_of(value: Any, labels: tuple[str, ...]) -> int:
+    """Return the number of the class that a label names: one of `labels`, or their number, counted from 0.
+
+    Numbers count as names if any of `labels` is a number.
+    """
+    name = value if isinstance(value, str) else json.dumps(value)
+    if name in labels:
+        return labels.index(name)
+    if name.isdecimal() and int(name) < len(labels) and not any(label.isdecimal() for label in labels):
+        return int(name)
+    raise BadRecord(f'field "label" is {value!r}; data.labels are {", ".join(labels)}')
+
+
+def truth_of(value: Any, field: str) -> float:
+    """Return 1 for true and 0 for false in a field; a table of strings has their names."""
+    names = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
+    name = str(value).lower()
+    if name not in names:
+        raise BadRecord(f'field "{field}" is {value!r}, neither true nor false')
+    return names[name]
 
 
 def text_of(value: Any, field: str) -> str:

@@ -1,6 +1,6 @@
 """The tokens of a source on disk, in volumes of 64 GiB of text, each made from pieces by several processes.
 
-    <volume>/  tokens.bin  offsets.bin  counted.bin  continues.bin  kept.json
+    <volume>/  tokens.bin  offsets.bin  counted.bin  continues.bin  values.bin  kept.json
 
 A volume's name depends on each file's path, size and time of change, on the tokenizer and on the options. It is made in
 its final place, piece by piece, and complete pieces survive an interruption.

@@ -55,6 +55,9 @@ class Manifest:
     opening: tuple[int, ...] | None = None
     end_of_document: int | None = None
     train_on: str = "all"
+    records: str = "documents"
+    labels: tuple[str, ...] = ()
+    margins: bool = False
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
@@ -92,7 +95,8 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     volumes = tuple(Volume(name, facts.tokens, facts.documents, facts.digest) for name, facts in summaries)
     total = tokens.holds
     opening, end = tuple(tokenizer.settings.opening), tokenizer.end_of_document
-    settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end, cfg.train_on
+    kind = cfg.train_on, cfg.records, cfg.labels, cfg.margins
+    settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end, *kind
     return Manifest(total.tokens, total.documents, total.digest, *settings)
 
 
@@ -115,7 +119,7 @@ def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     if manifest.tokenizer_digest != tokenizer.digest:
         problem = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
         raise UserError("data.tokenizer", f"{problem}, which differs from it; set it to that one")
-    for name in ("chat", "pairs", "train_on"):
+    for name in ("chat", "pairs", "train_on", "records", "labels", "margins"):
         theirs, ours = (str(getattr(options, name)).lower() for options in (manifest, cfg))
         if theirs != ours:
             raise UserError(f"data.{name}", f"is {ours}, but {folder} was made with {theirs}; set it to {theirs}")

@@ -23,7 +23,7 @@ from compiler_trainer.data import formats
 from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.corpus import Encoded, Shard
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
-from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Texts
 from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
 from compiler_trainer.places.cache import Cache, cache_of
 
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
     Records are conversations with `chat`, otherwise texts in `column`. With `pairs`, a record is two conversations, one
     document each. With `last_only`, only the last answer of a conversation is labels. With `skip_bad`, bad records are
-    skipped.
+    skipped. `records`, `labels` and `margins` are those of DataConfig.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +47,9 @@ class Recipe(NamedTuple):
     cache: Cache  # for copies of remote files
     pairs: bool = False
     last_only: bool = False
+    records: str = "documents"
+    labels: tuple[str, ...] = ()
+    margins: bool = False
 
     @property
     def decides(self) -> tuple[Any, ...]:
@@ -54,13 +57,16 @@ class Recipe(NamedTuple):
         settings = self.tokenizer.settings
         templates = [settings.special_tokens, settings.templates, formats.VERSION] if self.chat else None
         surroundings = [settings.opening, settings.ending, settings.end_of_document]
-        kinds = ["pairs"] * self.pairs + ["last_only"] * self.last_only
+        kinds: list[Any] = ["pairs"] * self.pairs + ["last_only"] * self.last_only + ["margins"] * self.margins
+        kinds += [] if self.records == "documents" else [self.records, *self.labels]
         return self.column, self.separator, templates, surroundings, self.skip_bad, *kinds
 
     def fields(self, template: ChatTemplate | None) -> Fields:
         """Return the fields of a record that make up its document."""
         kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
-        return Fields(kind, self.column, template.names if template else frozenset(), self.last_only)
+        kind = kind if self.records == "documents" else self.records
+        names = template.names if template else frozenset[str]()
+        return Fields(kind, self.column, names, self.last_only, tuple(self.labels), self.margins)
 
     def to_json(self) -> list[Any]:
         """Return JSON from which `restore_recipe` makes the recipe in another process."""
@@ -81,7 +87,8 @@ def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | No
         ChatTemplate(tokenizer)
     skip_bad, cache = cfg.bad_records == "skip", cache_of(cfg)
     separator, last_only = source.document_separator, cfg.train_on == "last"
-    return Recipe(tokenizer, source.text_column, separator, cfg.chat, skip_bad, cache, cfg.pairs, last_only)
+    kind = cfg.chat, skip_bad, cache, cfg.pairs, last_only, cfg.records, cfg.labels, cfg.margins
+    return Recipe(tokenizer, source.text_column, separator, *kind)
 
 
 class Part(NamedTuple):
@@ -91,6 +98,7 @@ class Part(NamedTuple):
     begins: bool
     ends: bool
     continues: bool = False  # True for a sample of the same record as the previous document
+    value: float | None = None  # the number of its document
 
     @property
     def size(self) -> int:
@@ -139,13 +147,31 @@ class Worker:
         if isinstance(content, np.ndarray):
             return self.id_parts(content)
         if isinstance(content, Pair):
-            return [part for chat in content for part in self.conversation_parts(chat, notes, 1)]
+            made = [part for chat in content for part in self.conversation_parts(chat, notes, 1)]
+            return [part._replace(value=document.value) for part in made]
         if isinstance(content, Conversation):
-            return self.conversation_parts(content, notes)
+            limit = 1 if self.recipe.records == "answers" else None
+            return [p._replace(value=document.value) for p in self.conversation_parts(content, notes, limit)]
+        if isinstance(content, Texts):
+            return [self.whole(text) for text in content.texts]
         assert isinstance(content, str)
+        if self.recipe.records == "classes":
+            return [self.whole(content, document.value)]
         texts = list(parts(content, self.tokenizer.encode))
         last = len(texts) - 1
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(texts)]
+
+    def whole(self, text: str, value: float | None = None) -> Part:
+        """Return a text with labels at all its tokens; one with a value has a label only at its last token.
+
+        A label is the next token, so the closing token is always one.
+        """
+        ids = self.add_surrounding(Part(text, True, True), self.tokenizer.encode([text])[0])
+        if not len(ids):
+            raise BadRecord("has no token")
+        counted = np.full(len(ids) + 1, value is None)
+        counted[-1] = True
+        return Part((ids, counted), True, True, value=value)
 
     def conversation_parts(self, chat: Conversation, notes: list[str], limit: int | None = None) -> list[Part]:
         """Return the samples of a conversation; raise BadRecord if there are more than `limit`."""

@@ -1,4 +1,7 @@
-"""A causal language model in a folder that transformers wrote: the module of its config.json, and its weights."""
+"""A causal language model in a folder that transformers wrote: the module of its config.json, and its weights.
+
+With another head than the one for next tokens, the module is that of a sequence classification, or has no head.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ from passes.ir.spec import Stored, Value
 SHOWN = 3  # tensors named in an error
 ROWS = 4096  # compared at a time
 MAGNITUDE = ".lora_magnitude_vector."  # in the name of a length that DoRA trains
-ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how peft renames what it adapts
+# how peft renames what it adapts, and a head that it trains whole
+ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_module|\.modules_to_save\.default)\.")
+CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}  # by head
+TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}  # peft's names
+SCORE = "score"  # the head of a sequence classification in transformers' decoders
 
 
 def library(name: str = "transformers") -> Any:
@@ -71,20 +78,41 @@ def config_of(cfg: FolderConfig) -> Any:
     return config
 
 
-def build_module(cfg: FolderConfig) -> nn.Module:
-    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model."""
+def build_module(cfg: FolderConfig, labels: tuple[str, ...] = ()) -> nn.Module:
+    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model.
+
+    A head of scores has one for each of `labels`, or one alone.
+    """
     transformers = library()
     config = config_of(cfg)
+    if cfg.head == "score":
+        set_labels(cfg, config, labels)
     try:
-        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        module = getattr(transformers, CLASSES[cfg.head]).from_config(config, dtype=torch.float32)
     except Exception as error:  # any kind: the file is at fault
         problem = f"describes a model that cannot be built: {' '.join(str(error).split())}"
         raise UserError(f"{cfg.path}/config.json", problem) from error
-    return module.train() if cfg.lora is None else adapted(module, cfg.lora)
+    if cfg.head == "score" and not hasattr(module, SCORE):
+        problem = f"is of a {config.model_type}, whose sequence classification has no layer {SCORE!r}"
+        raise UserError("model.path", f"{problem} after its last token; use another model")
+    return module.train() if cfg.lora is None else adapted(module, cfg.lora, TASKS[cfg.head])
 
 
-def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
-    """Return the module inside peft's model, which trains low-rank terms and nothing else."""
+def set_labels(cfg: FolderConfig, config: Any, labels: tuple[str, ...]) -> None:
+    """Set the names of classes, or one label for a reward; raise UserError if the folder's own head has others."""
+    named = dict(enumerate(labels or ["LABEL_0"]))
+    is_trained = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    generic = {number: f"LABEL_{number}" for number in named}
+    if cfg.init == "weights" and is_trained and config.id2label not in (named, generic):
+        theirs = ",".join(config.id2label.values())
+        problem = f"{list(labels)}, but the head of {cfg.path} has {len(config.id2label)} labels, {theirs}"
+        raise UserError("data.labels", f"{problem}; set these, or model.init=random")
+    config.id2label, config.label2id = named, {name: number for number, name in named.items()}
+    config.problem_type = "single_label_classification" if labels else None
+
+
+def adapted(module: nn.Module, lora: LoraConfig, task: str = TASKS["lm"]) -> nn.Module:
+    """Return the module inside peft's model, which trains low-rank terms, and all of a head of scores."""
     peft = library("peft")
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets) or None
     options = peft.LoraConfig(
@@ -94,7 +122,7 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         target_modules=targets,
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     try:
         with warnings.catch_warnings():  # peft 0.21 uses a name that transformers 5.2 renamed
@@ -117,6 +145,22 @@ def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 def logits(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return logits [B, T, V]."""
     return outputs(way, model, batch).logits
+
+
+def hidden_states(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the hidden states of all tokens after the last layer, [B, T, D]."""
+    whole = plain(model)
+    base = getattr(whole, whole.base_model_prefix, whole)
+    inputs = inputs_of(way, whole.config, model, batch)
+    return base(input_ids=batch["tokens"], use_cache=False, **inputs).last_hidden_state
+
+
+def scores(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the scores of all tokens, [B, T, classes]; transformers' own forward has those of the last token."""
+    return plain(model).get_submodule(SCORE)(hidden_states(way, model, batch))
+
+
+OUTPUTS = {"lm": logits, "score": scores, "none": hidden_states}  # by head
 
 
 def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -152,8 +196,9 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
 
     def value_of(name: str, parameter: Tensor) -> Value:
         """Return the value of a parameter that is not quantized."""
-        if stored is not None and ".lora_" not in name:
-            return stored[unwrapped(name.removeprefix(ADAPTED))]
+        original = unwrapped(name.removeprefix(ADAPTED))
+        if stored is not None and original in stored:
+            return stored[original]
         if MAGNITUDE in name:
             return Made(tuple(parameter.shape), torch.float32, cache(partial(lengths, name.partition(MAGNITUDE)[0])))
         draw = cache(partial(drawn, module, name, parameter, seed))
@@ -216,10 +261,18 @@ def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | N
                 problem = f"holds different values for {name} and {alias}, which its config.json ties"
                 raise UserError(str(folder), f"{problem}; set tie_word_embeddings=false there")
     missing = [name for name, _ in expected.values() if name not in values]
-    refuse(folder, "lacks", unmatched(missing, absent(model)), "the config.json belongs to another model")
-    unexpected = unmatched(available, ignored(model))
+    heads = heads_of(model) if cfg.head != "lm" else []  # one that is missing is drawn, one of another kind is left out
+    refuse(folder, "lacks", unmatched(missing, [*absent(model), *heads]), "the config.json belongs to another model")
+    unexpected = unmatched(available, [*ignored(model), *heads])
     refuse(folder, "holds", unexpected, "which the model of its config.json does not have")
     return values
+
+
+def heads_of(model: Any) -> list[str]:
+    """Return a pattern of the names of heads: those of modules next to the layers, whatever model they belong to."""
+    base = getattr(model, model.base_model_prefix, model)
+    layers = [model.base_model_prefix, *(name for name, _ in (*base.named_children(), *base.named_parameters()))]
+    return [rf"^(?!({'|'.join(map(re.escape, layers))})(\.|$))"]
 
 
 def expected_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
@@ -363,9 +416,10 @@ def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 def quantize(module: nn.Module, format_name: str | None) -> str:
     """Store the frozen linear layers in 4 or 8 bits, except the head (None: leave them); return a line about it."""
-    return quantize_layers(module, format_name, [plain(module).get_output_embeddings()]) if format_name else ""
+    heads = [layer for name, layer in module.named_modules() if f".{SCORE}." in name]
+    return quantize_layers(module, format_name, [plain(module).get_output_embeddings(), *heads]) if format_name else ""
 
 
-def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:
+def build(cfg: FolderConfig, dtype: torch.dtype | None, labels: tuple[str, ...] = ()) -> nn.Module:
     """Return the skeleton of the folder's model."""
-    return skeleton(partial(build_module, cfg), dtype)
+    return skeleton(partial(build_module, cfg, labels), dtype)

@@ -1,7 +1,7 @@
 """Losses of preference pairs. Shapes: B pairs, one per sequence, T tokens, V = vocabulary.
 
 Document 0 of a sequence is the chosen answer with its prompt, document 1 the rejected one, for KTO document 2 the
-answer of another pair; only answers have labels.
+answer of another pair; only answers have labels. Single answers are document 0, and an unrelated one is document 1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compiler_trainer.config.schema import (
+    ANSWER_REFERENCE,
     REFERENCE,
     CpoConfig,
     DpoConfig,
@@ -108,16 +109,22 @@ def cpo(cfg: CpoConfig, chosen: Answers, rejected: Answers) -> PairLosses:
 
 
 def kto(cfg: KtoConfig, chosen: Answers, rejected: Answers, unrelated: Answers) -> PairLosses:
-    """Return the loss of section 4 of arXiv:2402.01306, with weight 1 for either kind of answer, averaged over both.
+    """Return the loss of section 4 of arXiv:2402.01306 for both answers of a pair, averaged."""
+    point = cfg.beta * reference_point(unrelated)
+    rewards = cfg.beta * chosen.scores, cfg.beta * rejected.scores
+    desirable = cfg.desirable_weight * torch.sigmoid(point - rewards[0])
+    undesirable = cfg.undesirable_weight * torch.sigmoid(rewards[1] - point)
+    return PairLosses((desirable + undesirable) / 2, *rewards)
 
-    The reference point is the mean score of unrelated answers in a microbatch of all ranks, at least 0 and without a
-    gradient, as in the paper and in TRL.
+
+def reference_point(unrelated: Answers) -> Tensor:
+    """Return KTO's reference point: the mean score of unrelated answers in a microbatch of all ranks, at least 0.
+
+    It has no gradient, as in the paper and in TRL.
     """
     is_real = unrelated.tokens > 0
     point = torch.where(is_real, unrelated.scores.detach(), 0.0).sum() / is_real.sum().clamp(min=1)
-    point = cfg.beta * point.clamp(min=0)
-    rewards = cfg.beta * chosen.scores, cfg.beta * rejected.scores
-    return PairLosses((torch.sigmoid(point - rewards[0]) + torch.sigmoid(rewards[1] - point)) / 2, *rewards)
+    return point.clamp(min=0)
 
 
 LOSSES: dict[str, Callable[..., PairLosses]] = {
@@ -151,6 +158,26 @@ def preference_loss(
     if cfg.nll_weight:
         loss = loss - cfg.nll_weight * (log_probs[0].sum() / labelled[0].sum())
     return loss, {name: mean(values, pairs) for name, values in metrics.items()}
+
+
+def judged_loss(
+    logits: Logits, cfg: KtoConfig, model: nn.Module, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return KTO's loss (section 4 of arXiv:2402.01306), a mean of single answers, and metrics.
+
+    The entry `desirable`, fp32 [B], is 1 for desirable answers and 0 for others. `kl` is the reference point.
+    `reward_margin` is the distance by which an answer's reward is on the right side of it, above if the answer is
+    desirable, and `reward_accuracy` the share of answers that are.
+    """
+    log_probs, answers = log_probabilities(logits(model, batch), batch, 2), batch["pairs"]
+    tokens = [((batch["labels"] != IGNORED_LABEL) & (batch["documents"] == i)).sum(1) for i in range(2)]
+    scores = [x - batch[name] for x, name in zip(log_probs, ANSWER_REFERENCE)]
+    point, is_desirable = reference_point(Answers(scores[1], tokens[1])), batch["desirable"] > 0
+    margin = cfg.beta * torch.where(is_desirable, scores[0] - point, point - scores[0])
+    losses = torch.sigmoid(-margin)
+    losses = torch.where(is_desirable, cfg.desirable_weight * losses, cfg.undesirable_weight * losses)
+    metrics = {"reward_margin": mean(margin, answers), "reward_accuracy": mean((margin > 0).float(), answers)}
+    return mean(losses, answers), {"kl": point, **metrics}
 
 
 def log_probabilities(logits: Tensor, batch: Mapping[str, Tensor], answers: int) -> list[Tensor]:

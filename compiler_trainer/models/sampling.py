@@ -209,7 +209,12 @@ def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
 
 
 def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model on a device; if it can have a cache, as transformers' model in the run's compute dtype."""
+    """Return the model on a device; if it can have a cache, as transformers' model in the run's compute dtype.
+
+    Raises UserError if its head has no next tokens.
+    """
+    if cfg.head != "lm":
+        raise UserError("model.head", f"is {cfg.head}, so the model writes nothing; export it for transformers")
     cached = not why_uncached(cfg)
     if cached and isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, model)

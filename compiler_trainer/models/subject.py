@@ -11,14 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig, ModelConfig, Own, PreferenceConfig
+from compiler_trainer.config.schema import (
+    Config,
+    FolderConfig,
+    GrpoConfig,
+    HeadLossConfig,
+    KtoConfig,
+    ModelConfig,
+    Own,
+    PreferenceConfig,
+)
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import flops, folder, llama, user
 from compiler_trainer.models.grpo import grpo_loss
+from compiler_trainer.models.heads import LOSSES
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, loss_with_further_tokens, outputs
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.preference import preference_loss
+from compiler_trainer.models.preference import judged_loss, preference_loss
 from compiler_trainer.models.probes import remark_on, way_of
 from passes.ir.spec import Value
 
@@ -27,10 +37,10 @@ from passes.ir.spec import Value
 class Subject:
     """A model to train: a module whose parameters take no memory, its loss, and the source of its initial values.
 
-    `initial` yields the names and values of parameters and buffers; `logits` computes [B, T, V] for a batch with a
-    module that has values; `flops_per_token` gives the FLOPs of a token in a sequence of T tokens. `vocab_size` is None
-    if only the module knows it. A model that `has_weights` was trained before. `remarks` are lines for the start of a
-    run.
+    `initial` yields the names and values of parameters and buffers; `logits` computes [B, T, V], or the outputs of
+    another head (`model.head`), for a batch with a module that has values; `flops_per_token` gives the FLOPs of a token
+    in a sequence of T tokens. `vocab_size` is None if only the module knows it. A model that `has_weights` was trained
+    before. `remarks` are lines for the start of a run.
     """
 
     name: str
@@ -60,15 +70,19 @@ def subject(cfg: Config) -> Subject:
     if isinstance(cfg.model, ModelConfig):
         base = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
+        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss, cfg.data.labels)
     else:
         base = of_ones_own(cfg.model, dtype, cfg.train.seed)
-    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig):
+    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | HeadLossConfig):
         check_no_balance(base.module, cfg.loss.name)
+    if isinstance(cfg.loss, KtoConfig) and cfg.data.records == "answers":
+        return replace(base, loss=partial(judged_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, PreferenceConfig):
         return replace(base, loss=partial(preference_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, GrpoConfig):
         return replace(base, loss=partial(grpo_loss, base.logits, cfg.loss))
+    if isinstance(cfg.loss, HeadLossConfig):
+        return replace(base, loss=partial(LOSSES[cfg.loss.name], base.logits, cfg.loss))
     return replace(base, loss=user.loss_of(cfg.loss)) if cfg.loss else base
 
 
@@ -96,17 +110,24 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(cfg: FolderConfig, label: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
-    """Return the model of a folder that transformers wrote, under the name `label`."""
-    module = folder.build(cfg, dtype)
+def of_folder(
+    cfg: FolderConfig,
+    name: str,
+    dtype: torch.dtype,
+    seed: int,
+    is_our_loss: bool = True,
+    labels: tuple[str, ...] = (),
+) -> Subject:
+    """Return the model of a folder that transformers wrote, under a name; a head of scores has `labels`."""
+    module = folder.build(cfg, dtype, labels)
     config, stored = folder.plain(module).config, folder.stored_values(cfg, module)
     quantized = folder.quantize(module, cfg.quantize)
     way = way_of(cfg.attention, config, is_our_loss)
     return Subject(
-        name=f"{config.model_type} in {label}",
+        name=f"{config.model_type} in {name}",
         module=module,
         loss=partial(folder.loss_of, way),
-        logits=partial(folder.logits, way),
+        logits=partial(folder.OUTPUTS[cfg.head], way),
         initial=lambda: folder.initial(stored, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,

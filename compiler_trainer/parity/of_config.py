@@ -92,6 +92,8 @@ def subject_of(cfg: Config) -> Subject:
     def batch(step: int, vocabulary: int) -> Batch:
         generator, sequences = torch.Generator().manual_seed(cfg.train.seed + step), cfg.train.global_batch_size
         entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary)
+        if cfg.data.labels:
+            entries["labels"] %= len(cfg.data.labels)
         return entries | further_entries(cfg, generator, sequences)
 
     vocabulary = trained.vocab_size or vocabulary_of(trained.loss, on_one_device(model), batch(0, 2))
@@ -130,7 +132,10 @@ def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch
         shape = rows, cfg.train.seq_len
         logs = {name: -torch.rand(shape, generator=generator) for name in cfg.loss.entries}
         return {**logs, "advantages": torch.randn(rows, generator=generator)}
-    entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
+    entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.has_groups else {}
+    if cfg.data.records == "answers":
+        entries["desirable"] = (torch.arange(rows) % 2).float()
+    entries |= {"margins": torch.rand(rows, generator=generator)} if cfg.data.margins else {}
     return entries | {name: -torch.rand(rows, generator=generator) for name in cfg.reference_entries}
 
 

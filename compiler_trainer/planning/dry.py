@@ -125,8 +125,12 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
     """Return the request for a job's training programs, always traced on the CPU."""
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
-    if cfg.data.pairs:
+    if cfg.data.has_groups:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
+    if cfg.data.records == "answers":
+        batch["desirable"] = torch.empty(rows, device="meta")
+    if cfg.data.margins:
+        batch["margins"] = torch.empty(rows, device="meta")
     batch |= {name: torch.empty(rows, device="meta") for name in cfg.reference_entries}
     if isinstance(cfg.loss, GrpoConfig):
         batch |= {name: torch.empty(rows, length, device="meta") for name in cfg.loss.entries}

@@ -1,4 +1,7 @@
-"""The check that an export gives tokens the same log-probabilities as the trainer's own evaluation."""
+"""The check that an export gives tokens the same log-probabilities as the trainer's own evaluation.
+
+With another head than the one for next tokens, the sums of its outputs for a token are compared instead.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models import IGNORED_LABEL
-from compiler_trainer.models.loss import cross_entropy
+from compiler_trainer.models.loss import cross_entropy, widened
 from compiler_trainer.models.sampling import row
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs import plainly
@@ -94,7 +97,8 @@ def compared_texts(
     cfg: Config, trained: Subject, texts: list[Text], out: Path, below: Mapping[str, int], averaged: bool
 ) -> tuple[bool, str]:
     """Return (True if a folder gives texts the trainer's log-probabilities, a sentence on the largest difference)."""
-    trained = dataclasses.replace(trained, loss=partial(loss_of_predictions, trained.logits))
+    loss = loss_of_predictions if cfg.head == "lm" else loss_of_outputs
+    trained = dataclasses.replace(trained, loss=partial(loss, trained.logits))
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, texts[0].batch, below, tell, averaged)
         ours = torch.tensor([value for text in texts for value in measured(step, text, tell)])
@@ -104,12 +108,11 @@ def compared_texts(
         return True, ""
     del step
     torch.cuda.empty_cache()  # transformers' process needs the GPU
-    theirs = by_itself(out, [text.ids for text in texts])
-    pairs = zip(texts, theirs["log_probabilities"], strict=True)
-    theirs_at_places = torch.tensor(
-        [log_probabilities[place - 1] for text, log_probabilities in pairs for place in text.places]
-    )
-    return compared(ours, theirs_at_places, coarsest(cfg, theirs["dtype"]), len(texts))
+    theirs = by_itself(out, cfg.head, [text.ids for text in texts])
+    pairs = zip(texts, theirs["values"], strict=True)
+    theirs_at_places = torch.tensor([values[place - 1] for text, values in pairs for place in text.places])
+    name = "log-probabilities" if cfg.head == "lm" else "outputs"
+    return compared(ours, theirs_at_places, coarsest(cfg, theirs["dtype"]), len(texts), name)
 
 
 def loss_of_predictions(
@@ -117,6 +120,14 @@ def loss_of_predictions(
 ) -> Tensor:
     """Return the cross-entropy alone; auxiliary terms of a loss are no log-probabilities."""
     return cross_entropy(logits(model, batch), batch["labels"])
+
+
+def loss_of_outputs(
+    outputs: Callable[[nn.Module, Mapping[str, Tensor]], Tensor], model: nn.Module, batch: Mapping[str, Tensor]
+) -> Tensor:
+    """Return minus the mean sum of the outputs of tokens that have labels."""
+    sums, has_label = widened(outputs(model, batch)).sum(-1), batch["labels"] != IGNORED_LABEL
+    return -torch.where(has_label, sums, 0.0).sum() / has_label.sum()
 
 
 def texts_of(loader: Loader, tokens: int) -> list[Text]:
@@ -155,9 +166,9 @@ def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[fl
     return log_probabilities
 
 
-def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
+def by_itself(out: Path, head: str, texts: list[list[int]]) -> dict[str, Any]:
     """Return transformers' output for texts, from a separate process; raise UserError if it fails."""
-    command = [sys.executable, "-P", plainly.__file__, str(out)]
+    command = [sys.executable, "-P", plainly.__file__, str(out), head]
     process = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
     if process.returncode:
         last_line = (process.stderr.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
@@ -171,12 +182,12 @@ def coarsest(cfg: Config, exported: str) -> str:
     return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
-def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int) -> tuple[bool, str]:
-    """Return (True if log-probabilities are equal up to roundings of a dtype, a sentence on the largest difference)."""
+def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int, name: str) -> tuple[bool, str]:
+    """Return (True if values called `name` are equal up to roundings of a dtype, a sentence on their difference)."""
     allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
     differences = (ours - theirs).abs()
     worst = int((differences / allowed).nan_to_num(torch.inf).argmax())
     is_same = bool((differences <= allowed).all())
-    verdict = f"log-probabilities of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
+    verdict = f"{name} of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
     values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
     return is_same, f"{verdict}: at most {differences[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"

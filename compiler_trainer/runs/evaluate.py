@@ -50,7 +50,9 @@ def evaluate(cfg: Config, other: bool) -> str:
     if not cfg.loss and not has_further_terms(trained):
         results["perplexity"] = math.exp(results["loss"]) if results["loss"] < 700 else math.inf
     shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
-    return f"{shown}, {'pairs' if cfg.data.pairs else 'tokens'} {count:,} in {taken(loader, cfg.eval.batches)}"
+    terms = "pairs" if cfg.data.has_groups else "tokens"
+    terms = {"answers": "answers", "classes": "texts"}.get(cfg.data.records, terms)
+    return f"{shown}, {terms} {count:,} in {taken(loader, cfg.eval.batches)}"
 
 
 def has_further_terms(trained: Subject) -> bool:

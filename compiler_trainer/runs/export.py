@@ -15,10 +15,10 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
+from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of, further_values
-from compiler_trainer.models.folder import library, plain
+from compiler_trainer.models.folder import CLASSES, library, plain
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
@@ -34,6 +34,7 @@ TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "chat_template",
 ANSWER = "forty-two"
 FURTHER = "model-mtp.safetensors"
 LEFT_OUT = "; without the layers of multi-token prediction, which transformers has for DeepSeek-V3 with experts only"
+POOLING = {"mean": "mean_tokens", "last": "lasttoken"}  # names of sentence-transformers
 LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
 END = "<|endoftext|>"  # a byte tokenizer's end of document
@@ -103,10 +104,11 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         if not is_models_tokenizer(cfg):
             write_tokenizer(cfg, out)
             name_end(out, tokenizer_of(cfg.data).end_of_document)
-        stops = stop_at_turns(out) if cfg.data.chat else ""
+        stops = stop_at_turns(out) if cfg.data.chat and cfg.model.head == "lm" else ""
         if cfg.model.lora and not merge:
-            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){stops}"
-        return f"{loaded_by_transformers(out)}{stops}"
+            labels = f", of a model with num_labels={plain(module).num_labels}" if cfg.model.head == "score" else ""
+            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){labels}{stops}"
+        return f"{loaded_by_transformers(out, CLASSES[cfg.model.head])}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
         model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones
@@ -117,8 +119,8 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         add_tensors(out, further)
         write_tokenizer(cfg, out)
         name_end(out, end)
-        is_left_out = cfg.model.mtp is not None and not further
-        return f"{loaded_by_transformers(out)}{LEFT_OUT if is_left_out else ''}"
+        left_out = LEFT_OUT if cfg.model.mtp is not None and not further else ""
+        return f"{loaded_by_transformers(out, CLASSES['lm'])}{left_out}"
     shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
     tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
     save_file(tensors, out / ONE_FILE)
@@ -145,9 +147,9 @@ def add_tensors(out: Path, tensors: dict[str, Tensor]) -> None:
         save_file(load_file(out / ONE_FILE) | tensors, out / ONE_FILE, {"format": "pt"})
 
 
-def loaded_by_transformers(out: Path) -> str:
-    """Return a sentence on loading such a folder."""
-    return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
+def loaded_by_transformers(out: Path, name: str) -> str:
+    """Return a sentence on loading such a folder with a class of transformers."""
+    return f"load it with transformers' {name}.from_pretrained({str(out)!r})"
 
 
 def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
@@ -161,6 +163,10 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         dequantize_layers(module)
         untie_adapted(module)
         module = module.merge_and_unload()
+    if cfg.model.head == "score":
+        set_padding(cfg, plain(module).config)
+    if isinstance(cfg.loss, EmbedConfig) and (merge or not cfg.model.lora):
+        write_pooling(cfg.loss, plain(module).config.hidden_size, cfg.train.seq_len, out)
     save(module.to(dtype), out)
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(local_path).rglob("*")):
@@ -169,6 +175,39 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         if file.is_file() and is_copied(name) and is_kept and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
+
+
+def write_pooling(loss: EmbedConfig, features: int, seq_len: int, out: Path) -> None:
+    """Write the files by which sentence-transformers makes embeddings from the hidden states of a folder's model."""
+    pooling = {"word_embedding_dimension": features, f"pooling_mode_{POOLING[loss.pooling]}": True}
+    if loss.pooling != "mean":
+        pooling["pooling_mode_mean_tokens"] = False  # its default
+    modules = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    files = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(modules)
+        ],
+        "sentence_bert_config.json": {"max_seq_length": seq_len, "do_lower_case": False},
+        "1_Pooling/config.json": pooling,
+    }
+    for name in ("1_Pooling", "2_Normalize"):
+        (out / name).mkdir()
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def set_padding(cfg: Config, config: Any) -> None:
+    """Leave out a config's padding token if the texts that are scored end with it; give one to others that have none.
+
+    transformers scores the last token that is no padding: in a text that ends so, it would be another than in training.
+    """
+    settings = tokenizer_of(cfg.data).settings
+    ends = {settings.end_of_document, *settings.stops} if cfg.data.chat else set(settings.ending)
+    if config.pad_token_id is None and settings.end_of_document not in ends:
+        config.pad_token_id = settings.end_of_document
+    if config.pad_token_id in ends:
+        config.pad_token_id = None
 
 
 def is_copied(name: Path) -> bool:

@@ -1,8 +1,9 @@
 """Log-probabilities computed by transformers and peft alone: run as a file, imports nothing of this trainer.
 
-    python -P plainly.py FOLDER < texts.json
+    python -P plainly.py FOLDER HEAD < texts.json
 
-For texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability of each id but the first, ...], ...].
+For texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability of each id but the first, ...], ...]; for
+other heads than `lm`, the sums of the outputs of each token but the last.
 """
 
 from __future__ import annotations
@@ -14,31 +15,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from safetensors.torch import load_file
+
+CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}
 
 
 @torch.inference_mode()
-def log_probabilities(folder: str, texts: list[list[int]]) -> dict[str, Any]:
-    """Return the dtype and the log-probabilities of the module's output."""
+def values_of(folder: str, head: str, texts: list[list[int]]) -> dict[str, Any]:
+    """Return the dtype and the values of the module's output."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = loaded(folder).to(device).eval()
-    results = []
-    for text in texts:
-        ids = torch.tensor([text], device=device)
-        log_chances = model(ids).logits[0, :-1].float().log_softmax(-1)
-        results.append(log_chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
-    return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": results}
+    model = loaded(folder, getattr(transformers, CLASSES[head])).to(device).eval()
+    values = of_tokens if head == "lm" else of_outputs
+    results = [values(model, torch.tensor([text], device=device)).tolist() for text in texts]
+    return {"dtype": str(model.dtype).removeprefix("torch."), "values": results}
 
 
-def loaded(folder: str) -> Any:
+def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each of ids [1, T] but the first."""
+    log_chances = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return log_chances.gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def of_outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the sum of scores or features of each of ids [1, T] but the last, each as the last of a text."""
+    rows = [model(ids[:, :end])[0][0] for end in range(1, ids.shape[1])]
+    return torch.stack([row.reshape(-1, row.shape[-1])[-1].float().sum() for row in rows])
+
+
+def loaded(folder: str, kind: Any) -> Any:
     """Return the model of a folder. peft loads adapters, because transformers (5.23) leaves out the lengths of DoRA."""
     file = Path(folder, "adapter_config.json")
     if not file.exists():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return kind.from_pretrained(folder, dtype="auto")
     base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     adapters = importlib.import_module("peft").PeftModel  # which takes seconds to import
-    return adapters.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), folder)
+    score = load_file(file.with_name("adapter_model.safetensors")).get("base_model.model.score.weight")
+    options = {} if score is None else {"num_labels": len(score)}
+    return adapters.from_pretrained(kind.from_pretrained(base, dtype="auto", **options), folder)
 
 
 if __name__ == "__main__":
-    json.dump(log_probabilities(sys.argv[1], json.load(sys.stdin)), sys.stdout)
+    json.dump(values_of(sys.argv[1], sys.argv[2], json.load(sys.stdin)), sys.stdout)

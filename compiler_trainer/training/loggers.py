@@ -140,10 +140,10 @@ def say_contents(folder: Path) -> None:
 def say_next(cfg: Config) -> None:
     """Print on rank 0 the commands for a finished run, with `--chat` for chats."""
     quoted = shlex.quote(cfg.run.dir)
-    announce(f"next: compiler-trainer generate {quoted} --prompt TEXT{' --chat' * cfg.data.chat}")
-    if not cfg.has_rollouts:
-        announce(f"      compiler-trainer eval {quoted}")
-    announce(f"      compiler-trainer export {quoted} FOLDER")
+    verbs = [f"generate {quoted} --prompt TEXT{' --chat' * cfg.data.chat}"] if cfg.head == "lm" else []
+    verbs += [] if cfg.has_rollouts else [f"eval {quoted}"]
+    for number, verb in enumerate([*verbs, f"export {quoted} FOLDER"]):
+        announce(f"{'      ' if number else 'next: '}compiler-trainer {verb}")
 
 
 # ---- files, services and loggers of the user's ---------------------------------------------------------

@@ -159,7 +159,8 @@ def high_rate(cfg: Config) -> str:
         return ""
     if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
         return ""
-    fix = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
+    fix = "set optim.lr=1e-5, as recipe=finetune has"
+    fix = "set optim.lr=5e-7, as recipe=dpo has" if cfg.has_preference_loss else fix
     fix = "set optim.lr=1e-6, as recipe=grpo has" if cfg.has_rollouts else fix
     return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {fix}"
 

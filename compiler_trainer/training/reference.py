@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler_trainer.config.schema import REFERENCE, Config
+from compiler_trainer.config.schema import Config
 from compiler_trainer.data.datasets import Datasets
 from compiler_trainer.data.loader import Batch, Loader, Mixture
 from compiler_trainer.data.packing import PairRows
+from compiler_trainer.models.loss import INPUTS
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step
@@ -128,4 +129,5 @@ def log_probabilities(
 
 def entries(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
     """Return the batch entries that log-probabilities are computed from."""
-    return {name: value for name, value in loader.batch(numbers).items() if name not in ("pairs", *REFERENCE)}
+    batch = loader.batch(numbers)
+    return {name: batch[name] for name in INPUTS}

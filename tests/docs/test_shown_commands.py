@@ -247,16 +247,14 @@ def test_trains_in_little(places, tmp_path, command):
 @pytest.mark.sample(3)
 def test_the_job_file_of_each_recipe_is_the_recipe_and_trains_in_little(places, tmp_path, recipe, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("hub", "chats.jsonl", "pairs.jsonl", "books"):
+    for name in ("hub", "chats.jsonl", "pairs.jsonl", "reviews.jsonl", "prompts.jsonl", "queries.jsonl", "answers.jsonl", "books"):
         (tmp_path / name).symlink_to(places / name)
     shutil.copytree(places / "qwen", "FOLDER")
     assert call("new", recipe) == 0
     Path("job.yaml").write_text(text := capsys.readouterr().out)
     assert all("#" in line or line.endswith(":") or line == f"recipe: {recipe}" for line in text.splitlines())
-    cfg, placeholders = to_config(compose(["job.yaml"])), new.FOLDER if "chat: true" in text else new.TEXT
-    files = f"data.files=[{'pairs.jsonl' if cfg.data.pairs else cfg.data.files[0]}]"
-    model = ["model=llama3_8b"] if recipe == "pretrain" else []
-    assert undated(cfg) == undated(to_config(compose([f"recipe={recipe}", *model, *placeholders, files])))
+    cfg, model = to_config(compose(["job.yaml"])), ["model=llama3_8b"] if recipe == "pretrain" else []
+    assert undated(cfg) == undated(to_config(compose([f"recipe={recipe}", *model, *new.placeholders(recipe)])))
     if recipe != "windowed_50m":  # it has one size
         assert math.isfinite(train(tiny(cfg, tmp_path / "run")))
 
@@ -280,11 +278,14 @@ def test_a_choice_of_ones_own_is_what_its_file_says(places):
 
 @pytest.mark.full
 def test_every_export_loads_as_its_page_says(places, capsys):
-    for run, *words in (("tuned", "tuned"), ("lora", "merged", "--merge"), ("lora", "adapter")):
+    for run, *words in (("tuned", "tuned"), ("lora", "merged", "--merge"), ("lora", "adapter"), ("reward", "scorer"), ("classes", "classifier")):
         assert call("export", run_of(run), *words) == 0
     page = (ROOT / "docs/guides/finetune.md").read_text()
-    chat, merged, adapter = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    capsys.readouterr()
+    chat, merged, adapter, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name, printed in (("scorer", r"tensor\(\[\[-?\d"), ("classifier", r"'label': '(nega|posi)tive'")):
+        (block,) = (block for block in others if f'"{name}"' in block)
+        exec(block, {})
+        assert re.search(printed, capsys.readouterr().out)
     exec(chat, {})
     assert capsys.readouterr().out.endswith("\n")
     logits = []

@@ -45,6 +45,8 @@ TEMPLATE = (
 )
 TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": SENTENCE}]}
 PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
+REVIEWS = [{"text": "The fjord was cold.", "label": "negative"}, {"text": "The fjord was fine!", "label": "positive"}]
+QUERY = {"query": "What is a fjord?", "positive": "An inlet.", "negative": "A fish."}
 ASKED = {"prompt": "7 * 8?", "result": "56"}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
@@ -54,6 +56,14 @@ RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/1b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
+    "runs/reward": "reward", "runs/classes": "classes", "runs/embed": "embed",
+}
+
+
+HEADS = {  # runs of models with other heads
+    "reward": ("recipe=reward", "data.files=[pairs.jsonl]"),
+    "embed": ("recipe=embed", "data.files=[queries.jsonl]"),
+    "classes": ("recipe=classify", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
 }
 
 
@@ -71,6 +81,10 @@ def furnish(folder: Path) -> None:
     Path(folder, "fineweb/sample/10BT").mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table({"text": [SENTENCE] * 40, "id": ["a"] * 40}), folder / "fineweb/sample/10BT/000.parquet")
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
+    (folder / "reviews.jsonl").write_text("".join(json.dumps(review) + "\n" for review in REVIEWS) * 20)
+    (folder / "queries.jsonl").write_text("".join(json.dumps({**QUERY, "query": f"What is {i}?"}) + "\n" for i in range(30)))
+    judged = ({"prompt": PAIR["prompt"], "completion": PAIR[key], "label": key == "chosen"} for key in ("chosen", "rejected"))
+    (folder / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in judged) * 15)
     (folder / "prompts.jsonl").write_text((json.dumps(ASKED) + "\n") * 3)
     (folder / "my_rewards.py").write_text(shown_module("docs/guides/finetune.md", "my_rewards"))
     model("qwen3").save_pretrained(folder / "qwen")
@@ -151,9 +165,10 @@ def run_of(kind: str) -> Path:
         lora = replace(QWEN, lora=LoraConfig(rank=2, targets=("q_proj",)))
         models = {"decoder": DECODER, "profiled": DECODER, "averaged": DECODER, "tuned": QWEN, "lora": lora}
         chats = DataConfig(name="text", files=("chats.jsonl",), tokenizer="qwen/tokenizer.json", chat=True)
-        corpus = DataConfig(name="synthetic", documents=40) if models[kind] is DECODER else chats
+        corpus = DataConfig(name="synthetic", documents=40) if models.get(kind) is DECODER else chats
         ema = TrainConfig(ema=0.9 if kind == "averaged" else None)
-        train(tiny(Config(model=models[kind], data=corpus, train=ema, run=RunConfig(profile=kind == "profiled")), path))
+        job = HEADS[kind] if kind in HEADS else Config(models[kind], data=corpus, train=ema, run=RunConfig(profile=kind == "profiled"))
+        train(tiny(job if isinstance(job, Config) else to_config(compose(["model.path=qwen", "data=text", *job])), path))
     return path
 
 

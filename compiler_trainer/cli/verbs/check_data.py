@@ -50,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(counts.lines()))
     options = " data.chat=true" * reader.chat + " data.pairs=true" * reader.pairs
     options += " data.train_on=last" * (cfg.train_on == "last")
+    options += f" data.records={cfg.records}" * (cfg.records != "documents")
+    options += f" data.labels={as_override(cfg.labels)}" * bool(cfg.labels)
     print(f"train on it with: data={cfg.name}{options}")
     return 0 if is_same and not counts.bad else 1
 

@@ -14,12 +14,19 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.descriptions import choices_of, comments, source_of, summary
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, spelled
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, PreferenceConfig
+from compiler_trainer.config.schema import Config, FolderConfig, HeadLossConfig, ModelConfig, PreferenceConfig
 
-FOLDER = ("model.path=Qwen/Qwen3-0.6B", "data=text", "data.files=[chats.jsonl]", "data.chat=true")
+PATH = "model.path=Qwen/Qwen3-0.6B"
+EXAMPLES = {  # data for a model's folder, by their kind
+    "documents": ("data=text", "data.files=[chats.jsonl]", "data.chat=true"),
+    "pairs": ("data=text", "data.files=[pairs.jsonl]"),
+    "prompts": ("data.prompts=[prompts.jsonl]", "rewards=[my_rewards.correct]"),
+    "classes": ("data=text", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
+    "passages": ("data=text", "data.files=[queries.jsonl]"),
+    "answers": ("data=text", "data.files=[answers.jsonl]"),
+}
 TEXT = ("data=text", "data.files=[books]", "data.tokenizer=FOLDER/tokenizer.json")
 MODEL = "model: llama3_8b  # or one of: "  # of a recipe for any model
-DATA = ("data.name", "data.files")
 USUAL = (
     "train.steps", "train.seq_len", "train.global_batch_size", "optim.lr", "lr_schedule.warmup_ratio",
     "passes.remat.policy", "eval.interval", "checkpoint.interval", "checkpoint.keep",
@@ -59,14 +66,20 @@ def lines(recipe: str) -> Iterator[str]:
 
 def job_of(recipe: str) -> Config:
     """Return the job of a recipe, with files of text or conversations that the reader has to replace."""
+    return to_config(compose([f"recipe={recipe}", *placeholders(recipe)]))
+
+
+def placeholders(recipe: str) -> tuple[str, ...]:
+    """Return the options of a recipe's data, and of its model's folder if it needs one."""
     try:
-        return to_config(compose([f"recipe={recipe}", *TEXT]))
+        to_config(compose([f"recipe={recipe}", *TEXT]))
+        return TEXT
     except UserError as missing:
         if missing.place != "model.path":
             raise
-    cfg = to_config(compose([f"recipe={recipe}", *FOLDER]))
-    pairs = to_config(compose([f"recipe={recipe}", *FOLDER, "data.files=[pairs.jsonl]"]))
-    return pairs if cfg.data.pairs else cfg
+    cfg = to_config(compose([f"recipe={recipe}", PATH]))
+    kind = "prompts" if cfg.has_rollouts else "pairs" if cfg.data.pairs else cfg.data.records
+    return PATH, *EXAMPLES[kind]
 
 
 def names(cfg: Config) -> Iterator[str]:
@@ -75,8 +88,12 @@ def names(cfg: Config) -> Iterator[str]:
         yield "model.path"
         yield from (f"model.lora.{name}" for name in ("rank", "alpha", "targets") if cfg.model.lora)
         yield from ("model.quantize" for _ in range(cfg.model.quantize is not None))
-    yield from (*DATA, "data.chat" if cfg.data.chat else "data.tokenizer")
-    if isinstance(cfg.loss, PreferenceConfig):
+    yield from ("data.name", "data.prompts" if cfg.has_rollouts else "data.files")
+    if not isinstance(cfg.model, FolderConfig) or cfg.data.chat:
+        yield "data.chat" if cfg.data.chat else "data.tokenizer"
+    yield from ("data.labels" for _ in range(bool(cfg.data.labels)))
+    yield from ("rewards" for _ in range(cfg.has_rollouts))
+    if isinstance(cfg.loss, PreferenceConfig | HeadLossConfig):
         yield from (f"loss.{name}" for name in comments(type(cfg.loss)) if name != "name")
     yield from USUAL
 

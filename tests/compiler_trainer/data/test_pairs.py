@@ -149,5 +149,5 @@ def test_a_record_that_is_no_pair_is_refused_with_its_line(record, message, toke
 
 
 def test_one_pair_alone_cannot_be_held_out(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="data.eval_fraction: there is only one pair"):
+    with pytest.raises(UserError, match="data.eval_fraction: there is only one record"):
         build_datasets(options(tokenizer, files=written(tmp_path, SAME[0]), eval_fraction=0.1), 100, 1)

@@ -35,7 +35,7 @@ MODELS = {"decoder": options("x").model, "folder": FOLDER}
 @pytest.fixture
 def at_once(monkeypatch):
     """Run transformers in this process, because a separate one takes seconds to start."""
-    monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
+    monkeypatch.setattr(check_export, "by_itself", lambda out, head, texts: plainly.values_of(str(out), head, texts))
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +150,13 @@ def test_an_export_has_the_trainers_log_probabilities_and_one_that_was_changed_h
     out = tmp_path / "out"
     assert call("export", trained(kind), out) == 0
     if kind == "decoder":  # the other one without a separate process, which takes seconds to start
-        monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
+        monkeypatch.setattr(check_export, "by_itself", lambda out, head, texts: plainly.values_of(str(out), head, texts))
     capsys.readouterr()
     assert call("check-export", trained(kind), out, "--tokens", 24) == 0
     said = capsys.readouterr().out
     (tokens, apart) = re.match(rf"{out}: log-probabilities of (\d+) tokens of \d rows are equal: at most (\S+) apart", said).groups()
     assert int(tokens) >= 12 and float(apart) < 1e-5 and "float32 allows" in said
-    monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
+    monkeypatch.setattr(check_export, "by_itself", lambda out, head, texts: plainly.values_of(str(out), head, texts))
     values = load_file(out / "model.safetensors")
     values["model.norm.weight"] = values["model.norm.weight"] * 1.001
     save_file(values, out / "model.safetensors", {"format": "pt"})
@@ -209,7 +209,7 @@ def test_what_is_no_export_is_refused(trained, tmp_path, capsys):
 ])
 def test_how_far_apart_they_may_be_follows_from_the_dtype(apart, value, dtype, is_same):
     ours = torch.tensor([-1.0, value], dtype=torch.float64)
-    found, said = compared(ours, ours + torch.tensor([0.0, apart], dtype=torch.float64), dtype, 3)
+    found, said = compared(ours, ours + torch.tensor([0.0, apart], dtype=torch.float64), dtype, 3, "log-probabilities")
     assert found == is_same and f"{dtype} allows" in said and "2 tokens of 3 rows" in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import compiler_trainer as ct
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
+    ANSWER_REFERENCE,
     REFERENCE,
     CpoConfig,
     DpoConfig,
@@ -24,7 +26,8 @@ from compiler_trainer.config.schema import (
     OrpoConfig,
     SimpoConfig,
 )
-from compiler_trainer.models.preference import LOSSES, log_odds, preference_loss, reference
+from compiler_trainer.config.validate import validate
+from compiler_trainer.models.preference import LOSSES, judged_loss, log_odds, preference_loss, reference
 from compiler_trainer.models.subject import plain_logits
 from compiler_trainer.training.reference import FILE
 
@@ -107,8 +110,8 @@ def plain_cpo(c, r, counts, beta=0.3):
     return -logistic(beta * (c - r)).log()
 
 
-def plain_kto(c, r, counts, point, beta=0.3):
-    return 1 - (logistic(beta * (c - point)) + logistic(beta * (point - r))) / 2
+def plain_kto(c, r, counts, point, beta=0.3, weights=(1.2, 0.7)):
+    return (weights[0] * (1 - logistic(beta * (c - point))) + weights[1] * (1 - logistic(beta * (point - r)))) / 2
 
 
 def plain_dpo_loss(c, r, counts, beta=0.3, smoothing=0.1):
@@ -122,7 +125,7 @@ FORMULAS = {  # the loss: its formula for one pair, and its options
     "simpo": (plain_simpo, SimpoConfig("simpo", beta=2.5, gamma=0.7)),
     "orpo": (plain_orpo, OrpoConfig("orpo", beta=0.3, nll_weight=0.9)),
     "cpo": (plain_cpo, CpoConfig("cpo", beta=0.3)),
-    "kto": (plain_kto, KtoConfig("kto", beta=0.3)),
+    "kto": (plain_kto, KtoConfig("kto", beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)),
 }
 
 
@@ -196,6 +199,42 @@ def test_odds_are_finite_even_of_an_answer_that_is_certain():
     odds.sum().backward()
     assert odds.isfinite().all() and logs.grad.isfinite().all()
     assert odds[2:].tolist() == pytest.approx([math.log(math.exp(x) / (1 - math.exp(x))) for x in (-0.7, -90.0)])
+
+
+def judged(seed=3):
+    """Return batches of single answers, each with an unrelated one, except the first; half of them are desirable."""
+    for batch in pairs(2, seed=seed):
+        known = dict(zip(ANSWER_REFERENCE, (batch.pop(name) for name in REFERENCE[:2])))
+        known["reference_unrelated"] = 20 * known["reference_unrelated"]  # so that the reference point is above 0
+        batch["labels"][0][batch["documents"][0] == 1] = -100
+        yield batch | known | {"desirable": (torch.arange(len(batch["tokens"])) % 2).float()}
+
+
+def plain_judged(weights, microbatches, model, batch, beta=0.3):
+    """Return section 4 of arXiv:2402.01306, answer by answer, as TRL 1.16 has it (`KTOTrainer._compute_loss`)."""
+    scores = by_hand(model, batch)[:, :2] - torch.stack([batch[name] for name in ANSWER_REFERENCE], 1)
+    counts = [[int((labels[documents == i] != -100).sum()) for i in (0, 1, 1)] for labels, documents in zip(batch["labels"], batch["documents"])]
+    losses = []
+    for row in batch["pairs"].nonzero().flatten().tolist():
+        point = reference_point(scores[:, [0, 0, 1]], counts, row, len(counts) // microbatches)
+        sign, weight = (1, weights[0]) if batch["desirable"][row] else (-1, weights[1])
+        losses.append(weight * (1 - logistic(sign * beta * (scores[row, 0] - point))))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh, microbatches, chunks", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 1.3)])
+def test_single_answers_train_as_the_formula_of_kto(weights, mesh, microbatches, chunks):
+    cfg, data = KtoConfig("kto", beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1]), list(judged())
+    metrics, state = train_plainly(llama(2), lambda *args: plain_judged(weights, microbatches, *args), data, ADAMW)
+    loss, passes = partial(judged_loss, plain_logits, cfg), {"chunk_loss": {"chunks": chunks}}
+    step = compile_lockstep(llama(2, attention="documents"), loss, data[0], mesh, microbatches=microbatches, passes=passes)
+    assert in_chunks(step) == (chunks > 1)
+    for result, expected in zip(train_step(step, data), metrics, strict=True):
+        assert_same({name: result[name] for name in expected}, expected, EXACT)
+    assert metrics[0]["loss"] != pytest.approx(plain_judged(weights, 6, llama(2), data[0]).item())  # the point matters
+    assert_same(step.state_dict(), state, EXACT)
 
 
 def without_reference(batch):
@@ -313,6 +352,44 @@ def test_a_run_computes_a_reference_if_the_loss_needs_one(name, folder, tmp_path
             assert {stored[name].shape[1] for name in stored.files if name != "of"} == {2 if name == "ipo" else 3}
 
 
+def answers(folder):
+    """Write single answers, of which those that end with a full stop are desirable; return the options of their data."""
+    rows = [{"prompt": f"{i}?", "completion": f"{i + 1}." if i % 2 else "never", "label": bool(i % 2)} for i in range(40)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"files": [str(folder / "answers.jsonl")], "pairs": False, "records": "answers"}
+
+
+@pytest.mark.full
+def test_a_run_on_single_answers_raises_the_desirable_ones(folder, tmp_path):
+    data = answers(folder)
+    trainer(folder, tmp_path / "run", loss="kto", data=data, eval={"interval": 3}).train()
+    first, *_, last = records(tmp_path / "run")
+    assert first["loss"] == pytest.approx(0.5, abs=1e-5) and abs(first["reward_margin"]) < 1e-4
+    assert last["loss"] < first["loss"] and last["eval_reward_margin"] > 0.05 and last["eval_reward_accuracy"] > 0.7
+    with np.load(tmp_path / "run" / FILE) as stored:
+        assert {stored[name].shape[1] for name in stored.files if name != "of"} == {2}
+
+
+def test_answers_need_a_label_and_a_loss_that_takes_them(folder, tmp_path):
+    data = answers(folder)
+    for options, message in (
+        ({"loss": "dpo"}, "data.records: answers with loss=dpo, which needs documents"),
+        ({"data": data | {"pairs": True}}, "data.records: answers with data.pairs=true"),
+        ({"data": data | {"chat": False}}, "data.records: answers are those of conversations; set data.chat=true"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trainer(folder, tmp_path / "run", **{"loss": "kto", "data": data} | options).train()
+    with pytest.raises(UserError, match="loss.nll_weight: 0.1 with data.records=answers"):
+        validate(to_config(compose(["recipe=kto", "model.path=a", "data=text", "data.files=[a]", "loss.nll_weight=0.1"])), 1)
+    for row, message in (
+        ({"prompt": "a", "completion": "b"}, 'has no "label", which judged answers need'),
+        ({"prompt": "a", "completion": "b", "label": "good"}, 'field "label" is \'good\', neither true nor false'),
+    ):
+        (folder / "bad.jsonl").write_text(json.dumps(row))
+        with pytest.raises(UserError, match=message):
+            trainer(folder, tmp_path / "run", loss="kto", data=data | {"files": [str(folder / "bad.jsonl")]}).train()
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -339,7 +416,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
     "options, message",
     [
         (["loss=simpo", "+loss.label_smoothing=0.1"], "loss.label_smoothing: no such option; there are name, beta, nll_weight, gamma"),
-        (["+loss.name=kto2"], "loss.name: 'kto2' is not one of dpo, ipo, simpo, orpo, cpo, kto, grpo; did you mean 'kto'?"),
+        (["+loss.name=kto2"], "loss.name: 'kto2' is not one of dpo, ipo, simpo, orpo, cpo, kto, grpo, reward, classify, embed; did you mean 'kto'?"),
         (["loss=ppo"], "loss: 'ppo' is not one of .*; there is no PPO with a value model"),
         (["+train.cpo_alpha=1"], "train.cpo_alpha: no such option; the weight .* is loss.nll_weight"),
     ],
