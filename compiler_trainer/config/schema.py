@@ -357,7 +357,7 @@ class DataConfig(SourceConfig):
 
     With `data.chat`, records hold `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion`, or
     `instruction`, `input` and `output` (Alpaca); the fields of a record tell its format. The tokenizer's chat template
-    turns them into text.
+    turns them into text. With `images_per_row`, a message may have parts with images (docs/guides/images.md).
     """
 
     name: DataKind = "stdlib"
@@ -369,6 +369,8 @@ class DataConfig(SourceConfig):
     add_bos_token: bool | None = None  # start each text with the bos_token; null: as the tokenizer does
     chat: bool = False  # records are conversations; only the assistant's answers count in the loss
     pairs: bool = False  # with `chat`: a record has a `prompt`, a `chosen` and a `rejected` answer, all in one sequence
+    images_per_row: Count = 0  # with `chat`: images of a sequence; train the folder's vision-language model on them
+    image_size: tuple[Positive, Positive] | None = None  # resize images to (height, width) first; null: do not
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
@@ -863,6 +865,13 @@ class Config:
     def has_preference_loss(self) -> bool:
         """Return True if the loss is a built-in one of preference pairs."""
         return isinstance(self.loss, PreferenceConfig)
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model, the data and the loss can have images."""
+        is_chat = self.data.chat and not self.data.pairs and self.data.packing != "cut"
+        from_files = all(source.name == "text" for source in (*self.data.read, *self.data.validation))
+        return isinstance(self.model, FolderConfig) and is_chat and from_files and not self.loss
 
     @property
     def has_rollouts(self) -> bool:

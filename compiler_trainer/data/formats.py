@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from compiler_trainer.data.pictures import take
 from compiler_trainer.data.records import (
     ASSISTANT,
     BadRecord,
@@ -90,7 +91,8 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
         return Document(dict(row))
     form = format_of(row, fields.kind)
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
-    unused = unused_in(row, columns, {*form.required, *form.optional, *fields.names, "system"})
+    used = {*form.required, *form.optional, *fields.names, "system", *["images"] * fields.images}
+    unused = unused_in(row, columns, used)
     if isinstance(content, Pair) and not begins_with(content, with_system(row, form.read(row).messages)):
         unused = (*unused, form.required[0])
     return Document(content, unused=unused, form=describe(form, row))
@@ -122,7 +124,8 @@ def conversation(row: Row, form: Format, fields: Fields) -> Conversation:
     chat = form.read(row)
     messages = with_system(row, chat.messages)
     first = chat.first + len(messages) - len(chat.messages)
-    return Conversation(messages, names_of(row, fields), first, fields.last_only)
+    messages, images = take(messages, row.get("images"), fields.base) if fields.images else (messages, ())
+    return Conversation(messages, names_of(row, fields), first, fields.last_only, images)
 
 
 def pair(row: Row, form: Format, fields: Fields) -> Pair:
@@ -320,4 +323,5 @@ def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
         raise BadRecord(nearest(names, fields.kind))
     formats = FORMATS[fields.kind]
     used = {name for form in formats for name in (*form.required, *form.optional)} | fields.names | {"system"}
+    used |= {"images"} if fields.images else set()
     return [name for name in names if name in used]

@@ -1,4 +1,4 @@
-"""A causal language model in a folder that transformers wrote: the module of its config.json, and its weights."""
+"""A language model in a folder that transformers wrote: the module of its config.json, and its weights."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ def library(name: str = "transformers") -> Any:
         raise UserError("model", f"needs {name} here ({error}); pip install 'compiler-trainer[hf]'") from error
 
 
-def config_of(cfg: FolderConfig) -> Any:
-    """Return the config.json of the folder; raise UserError unless it is of a causal language model."""
+def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
+    """Return the config.json of the folder; raise UserError unless it is of a causal language model.
+
+    That is the text model of a vision-language model; with `sees`, the whole config must be of one.
+    """
     transformers = library()
     if not Path(cfg.path, "config.json").is_file():
         raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
@@ -58,8 +61,11 @@ def config_of(cfg: FolderConfig) -> Any:
         config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
     except Exception as error:  # any kind: the file is at fault
         raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
-    config = config.get_text_config()
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if sees and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        problem = f"{cfg.path} is a {config.model_type}, and transformers has no vision-language model of that type"
+        raise UserError("data.images_per_row", f"{problem}; leave it at 0 to train on text")
+    whole, config = config, config.get_text_config()
+    if not sees and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         problem = f"is of a {config.model_type}, and transformers has no causal language model of that type"
         raise UserError(f"{cfg.path}/config.json", problem)
     if getattr(config, "quantization_config", None) is not None:
@@ -67,15 +73,19 @@ def config_of(cfg: FolderConfig) -> Any:
     if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
         problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
         raise UserError(f"{cfg.path}/config.json", problem)
-    return config
+    return whole if sees else config
 
 
-def build_module(cfg: FolderConfig) -> nn.Module:
-    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model."""
+def build_module(cfg: FolderConfig, sees: bool = False) -> nn.Module:
+    """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model.
+
+    With `sees` it is the vision-language model.
+    """
     transformers = library()
-    config = config_of(cfg)
+    config = config_of(cfg, sees)
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     try:
-        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        module = kind.from_config(config, dtype=torch.float32)
     except Exception as error:  # any kind: the file is at fault
         problem = f"describes a model that cannot be built: {' '.join(str(error).split())}"
         raise UserError(f"{cfg.path}/config.json", problem) from error
@@ -365,6 +375,6 @@ def quantize(module: nn.Module, format_name: str | None) -> str:
     return quantize_layers(module, format_name, [plain(module).get_output_embeddings()]) if format_name else ""
 
 
-def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:
+def build(cfg: FolderConfig, dtype: torch.dtype | None, sees: bool = False) -> nn.Module:
     """Return the skeleton of the folder's model."""
-    return skeleton(partial(build_module, cfg), dtype)
+    return skeleton(partial(build_module, cfg, sees), dtype)

@@ -104,7 +104,7 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         stops = stop_at_turns(out) if cfg.data.chat else ""
         if cfg.model.lora and not merge:
             return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){stops}"
-        return f"{loaded_by_transformers(out)}{stops}"
+        return f"{loaded_by_transformers(out, cfg.data.images_per_row > 0)}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
         model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones
@@ -126,9 +126,10 @@ def save(model: Any, out: Path) -> None:
     model.save_pretrained(out)
 
 
-def loaded_by_transformers(out: Path) -> str:
+def loaded_by_transformers(out: Path, sees: bool = False) -> str:
     """Return a sentence on loading such a folder."""
-    return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    kind = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    return f"load it with transformers' {kind}.from_pretrained({str(out)!r})"
 
 
 def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 @torch.inference_mode()
@@ -34,10 +34,12 @@ def loaded(folder: str) -> Any:
     """Return the model of a folder. peft loads adapters, because transformers (5.23) leaves out the lengths of DoRA."""
     file = Path(folder, "adapter_config.json")
     if not file.exists():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        is_text = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        return kind.from_pretrained(folder, dtype="auto")
     base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     adapters = importlib.import_module("peft").PeftModel  # which takes seconds to import
-    return adapters.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), folder)
+    return adapters.from_pretrained(loaded(base), folder)
 
 
 if __name__ == "__main__":
