@@ -12,7 +12,10 @@ from vision_folders import IMAGE_TOKEN, picture, vision_folder
 
 from compiler_trainer import UserError
 from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data import tokenized
 from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.preview import Reader
+from compiler_trainer.data.stored import ALL
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import IGNORED_LABEL
 
@@ -147,6 +150,21 @@ def test_more_images_than_a_row_has_are_refused(made):
 def test_without_the_option_images_are_refused(made):
     with pytest.raises(UserError, match=r"is of type image; only parts of type text are trained on, unless data.images_per_row"):
         made([chat(path="0.png")], images=0)
+
+
+def test_a_preview_has_the_text_of_transformers(made):
+    _, cfg = made([chat(path="0.png"), chat("and this?", path="9.png")], bad_records="skip")
+    reader = Reader(cfg, [{"chat": True, "pairs": False}])
+    (shown,) = reader.documents(next(reader.records()).read(), [])
+    assert shown.is_same and shown.theirs.count(IMAGE_TOKEN) == PER_IMAGE
+    counts = reader.scan(9)
+    assert counts.samples == 1 and ["9.png" in problem for problem in counts.bad] == [True]
+
+
+def test_tokens_are_not_stored_for_other_runs(made, tmp_path):
+    _, cfg = made([chat(path="0.png")])
+    with pytest.raises(UserError, match="data.images_per_row: is for runs"):
+        tokenized.write(cfg, tmp_path / "out", ALL)
 
 
 def test_options_of_images_are_part_of_the_fingerprint(made):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +16,13 @@ from PIL import Image
 from vision_folders import IMAGE_TOKEN, picture, vision_folder
 
 from compiler_trainer import UserError
-from compiler_trainer.config.schema import Config, DataConfig, FolderConfig
+from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, MeshConfig, OptimConfig, TrainConfig
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models.processor import Processor, processor_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject
 from compiler_trainer.models.vision import View, turning_positions
+from compiler_trainer.parity.of_config import check
 
 CHATS = [[0, 1], [2], [], [3, 0]]  # the images of each conversation; a row has up to two
 
@@ -111,6 +113,16 @@ def test_positions_turn_as_in_qwen2_vl():
             assert torch.equal(ours[1:, row, start : start + len(part)], expected[:, 0])
             start += len(part)
     assert torch.equal(ours[0], positions)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2}], ids=str)
+def test_a_job_with_images_is_compared_with_eager_pytorch(mesh, tmp_path):
+    cfg = config(vision_folder("idefics3"), tmp_path)
+    cfg = replace(cfg, mesh=MeshConfig(**{"dp_shard": 1, **mesh}), train=TrainConfig(seq_len=26, global_batch_size=3),
+                  optim=OptimConfig(lr=0.05, eps=1e-3))
+    outcome = check(cfg)
+    assert outcome.verdict == "right", outcome.why
 
 
 def test_a_folder_without_processor_is_refused(tmp_path):

@@ -128,7 +128,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     trainer.train(cfg)
     command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", "2", "model=hf", f"model.path={cfg.model.path}",
                "data=text", f"data.files=[{cfg.data.files[0]}]", "data.chat=true", "data.images_per_row=2",
-               "data.eval_fraction=0", f"data.cache={cfg.data.cache}", "train.steps=3", "train.seq_len=128",
+               "data.eval_fraction=0", "eval.interval=null", f"data.cache={cfg.data.cache}", "train.steps=3", "train.seq_len=128",
                "train.global_batch_size=2", "optim.lr=1e-2", "optim.max_norm=1", "lower.backend=eager", "mesh.tp=2",
                "lr_schedule=cosine", "lr_schedule.warmup_steps=2", "lr_schedule.min_ratio=0.1",
                f"run.dir={tmp_path / 'two'}"]
