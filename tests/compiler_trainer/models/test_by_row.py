@@ -116,5 +116,8 @@ def test_models_of_transformers_train_by_value(name, mesh):
         assert set(record["gathered"]) <= GATHERED.get(name, set())
 
 
-# operators that look up patches of all images by constants: rows of one rank's images are needed in another order
-GATHERED = {"glm4v": {"grid_sampler_2d"}, "llava_pixtral": {"unbind"}, "mistral3": {"unbind"}, "qwen2_5_vl": {"index"}}
+# Operators over the images of all rows as one sequence: of patches, or of attention within each image.
+GATHERED = {
+    "glm4v": {"grid_sampler_2d", "split_with_sizes"}, "llava_pixtral": {"unbind"}, "mistral3": {"unbind"},
+    "qwen2_5_vl": {"index"}, "qwen2_vl": {"split_with_sizes"}, "qwen3_vl": {"split_with_sizes"},
+}  # fmt: skip
