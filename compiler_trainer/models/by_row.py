@@ -156,7 +156,7 @@ class Known:
             return real
         result = self.traced(func, args, kwargs)
         fakes = [x for x in tree_iter(result) if isinstance(x, Tensor)]
-        self.values |= {id(fake): (fake, value) for fake, value in zip(fakes, values)}
+        self.values |= {id(fake): (fake, value) for fake, value in zip(fakes, values) if is_real(value)}  # not of vmap
         return result
 
     def traced(self, func: Any, args: Any, kwargs: Any) -> Any:
