@@ -43,7 +43,8 @@ from torch.fx.experimental.proxy_tensor import (
     snapshot_fake,
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from passes.signals import undisturbed
 
@@ -85,6 +86,7 @@ __all__ = [
     "execute_only",
     "is_code_alone",
     "is_composite",
+    "is_real",
     "import_cpp_compiler",
     "inductor_decompositions",
     "inference_as_no_grad",
@@ -95,6 +97,7 @@ __all__ = [
     "kernels_of",
     "kernels_together",
     "is_profiling",
+    "is_real",
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
@@ -110,9 +113,13 @@ __all__ = [
     "snapshot",
     "start_workers",
     "step_by_step",
+    "tensor_checks_as",
     "trace_artifact",
+    "tree_iter",
+    "tree_map_only",
     "unvalidated_distributions",
     "without_lowering",
+    "without_modes",
 ]
 
 c10d = torch.ops._c10d_functional
@@ -199,6 +206,16 @@ def number_in(value: Tensor) -> bool | int | float | complex:
     """Return the entry of a real tensor that has one, under any fake mode."""
     with unset_fake_temporarily():
         return value.detach().item()
+
+
+def is_real(x: Tensor) -> bool:
+    """Return True if a tensor holds its entries itself: it is neither fake nor a wrapper of `vmap`."""
+    return not (isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run operators on real tensors for real, inside a capture: neither fake nor recorded."""
+    return _disable_current_modes()
 
 
 def snapshot(value: Any) -> Any:
@@ -725,6 +742,11 @@ def inference_as_no_grad() -> Iterator[None]:
 def conversions_as(instead: Callable[..., Any]) -> AbstractContextManager:
     """While active, `module.to(...)` and similar methods call `instead(module, convert, recurse)`."""
     return patch.object(torch.nn.Module, "_apply", instead)
+
+
+def tensor_checks_as(instead: Callable[..., Any]) -> AbstractContextManager:
+    """Call `instead` in place of the check that a condition holds for all entries of a tensor."""
+    return patch.object(torch, "_check_tensor_all", instead)
 
 
 def unvalidated_distributions() -> AbstractContextManager:

@@ -113,6 +113,11 @@ FEATURES = {
             f"model=hf model.path=FOLDER model.head=none loss=embed {TEXT} data.records=passages",
             "tests/compiler_trainer/models/test_heads.py",
         ),
+        Feature(
+            "conversations with images",
+            f"model=hf model.path=FOLDER {TEXT} data.chat=true data.images_per_row=2",
+            "tests/compiler_trainer/data/test_pictures.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(
@@ -154,7 +159,7 @@ FEATURES = {
 MISSING = (
     Missing("fp16, matmuls in MXFP8 and NVFP4", "passes.cast.param_dtype=float16"),
     Missing("PPO", "loss=ppo"),
-    Missing("images and video without a dataset of your own", "data=images"),
+    Missing("video and audio without a dataset of your own", "data=video"),
 )
 
 

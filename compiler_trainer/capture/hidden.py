@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from passes.torch_private import (
     conversions_as,
     derivatives_as_operators,
     inference_as_no_grad,
+    tensor_checks_as,
     unvalidated_distributions,
 )
 
@@ -41,6 +43,7 @@ def hidden_as_operators() -> Iterator[None]:
         ReplacementMode(),
         conversions_as(refuse_conversion),
         unvalidated_distributions(),
+        tensor_checks_as(drop_check),
         derivatives_as_operators(refuse("takes derivatives by torch.func.vjp", "use torch.func.grad")),
         patch.object(Tensor, "register_hook", refuse(*HOOK)),
         inference_as_no_grad(),
@@ -68,6 +71,11 @@ class ReplacementMode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return INSTEAD.get(func, func)(*args, **(kwargs or {}))
+
+
+def drop_check(condition: Tensor, message: Any = None) -> None:
+    """Leave out a check of values, such as that there are as many image tokens as features, with a warning."""
+    warnings.warn(f"{line()}checks a condition on values, which no step will check", stacklevel=2)
 
 
 def set_data(old: Tensor, new: Tensor) -> None:

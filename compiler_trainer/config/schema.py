@@ -426,7 +426,7 @@ class DataConfig(SourceConfig):
 
     With `data.chat`, records hold `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion`, or
     `instruction`, `input` and `output` (Alpaca); the fields of a record tell its format. The tokenizer's chat template
-    turns them into text.
+    turns them into text. With `images_per_row`, a message may have parts with images (docs/guides/images.md).
     """
 
     name: DataKind = "stdlib"
@@ -441,6 +441,8 @@ class DataConfig(SourceConfig):
     margins: bool = False  # with `pairs`: a record has a `margin`, by which its answers' scores should differ
     records: Records = "documents"  # or: texts with a `label`; queries with one or two passages; answers with a `label`
     labels: tuple[str, ...] = ()  # with records=classes: the names of the classes
+    images_per_row: Count = 0  # with `chat`: images of a sequence; train the folder's vision-language model on them
+    image_size: tuple[Positive, Positive] | None = None  # resize images to (height, width) first; null: do not
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
@@ -973,6 +975,13 @@ class Config:
     def head(self) -> str:
         """The head of the model: that of a folder, and `lm` for other models."""
         return self.model.head if isinstance(self.model, FolderConfig) else "lm"
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model, the data and the loss can have images."""
+        is_chat = self.data.chat and not self.data.pairs and self.data.packing != "cut"
+        from_files = all(source.name == "text" for source in (*self.data.read, *self.data.validation))
+        return self.head == "lm" and isinstance(self.model, FolderConfig) and is_chat and from_files and not self.loss
 
     @property
     def has_rollouts(self) -> bool:

@@ -336,6 +336,17 @@ CHECKS: Checks = (
         "is {c.data.add_bos_token} with data.chat=true, and the chat template writes the bos_token; leave it null",
     ),
     (
+        "data.images_per_row",
+        lambda c: not c.data.images_per_row or c.takes_images,
+        "{c.data.images_per_row} is for a folder's vision-language model, conversations in files and the default loss: "
+        "set model.path, data=text, data.chat=true, data.packing=auto, and neither data.pairs nor loss",
+    ),
+    (
+        "data.image_size",
+        lambda c: c.data.image_size is None or c.data.images_per_row > 0,
+        "goes with data.images_per_row; set it to null",
+    ),
+    (
         "data.pairs",
         lambda c: not c.data.pairs or c.data.chat,
         "are conversations; set data.chat=true, too",

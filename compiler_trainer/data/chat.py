@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.extras import install
+from compiler_trainer.data.pictures import refuse_unread, starts_of, with_image_texts
 from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, Message, one_line, text_of
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
@@ -43,10 +44,14 @@ class Sample(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Ids of a document without the closing one; `counted`, one entry longer, marks the labels."""
+    """Ids of a document without the closing one; `counted`, one entry longer, marks the labels.
+
+    `images` are the first tokens of its images.
+    """
 
     ids: Ids
     counted: NDArray[np.bool_]
+    images: Sequence[int] = ()
 
 
 class Written(NamedTuple):
@@ -150,8 +155,9 @@ class Chats:
         for message in chat.messages[: sample.upto]:
             if isinstance(message.get("content"), list) and repr(message["content"]) in sample.text:
                 raise BadRecord("the chat template renders a list of parts as a Python list; give content as a string")
+        images = starts_of(chat.image_texts, sample.text, places)
         if len(ids) and ids[-1] == self.tokenizer.end_of_document:  # the text already ends with the closing token
-            return Tokens(ids[:-1], counted)
+            return Tokens(ids[:-1], counted, images)
         is_open = self.is_open(sample.text, ids, places)
         ends_text = not sample.text[sample.answers[-1][1] :].strip() if sample.answers else False
         if is_open and ends_text:
@@ -161,7 +167,7 @@ class Chats:
             )
         elif sample.upto - 1 in chat.labelled and not ends_text and not self.ends_turn(sample.answers[-1], ids, places):
             notes.append("the chat template's marks exclude the end of the turn: the model does not learn to stop")
-        return Tokens(ids, np.append(counted, is_open and ends_text))
+        return Tokens(ids, np.append(counted, is_open and ends_text), images)
 
     def is_open(self, text: str, ids: Ids, places: NDArray[Any]) -> bool:
         """Return True if the last token of a text, apart from white space, is not an added token of the tokenizer."""
@@ -195,7 +201,7 @@ class Chats:
         texts = [" ".join(sample.text.split()) for sample in samples]
         for number, message in enumerate(chat.messages[: samples[-1].upto]):
             content, role = message.get("content", ""), message["role"]
-            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            parts = [content] if isinstance(content, str) else [p["text"] for p in content if "text" in p]
             if all(is_within(part, texts) for part in parts):
                 continue
             emptied = [*chat.messages[:number], {**message, "content": f"{content}?"}, *chat.messages[number + 1 :]]
@@ -317,6 +323,7 @@ class ChatTemplate:
 
     def render(self, chat: Conversation, upto: int | None, **options: bool) -> tuple[str, list[Place]]:
         """Render by transformers; raise BadRecord if the template refuses or fails."""
+        refuse_unread(chat)
         names = {"tools": None, "documents": None, **self.special_tokens, **chat.names}
         variables = {**options, **names, "chat_template": self.source(chat.names)}
         try:
@@ -328,7 +335,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program that may raise anything
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise BadRecord(f"the chat template fails on it: {reason}") from error
-        return text_of(text, "messages"), [tuple(place) for place in places[0]] if places else []
+        rendered = text_of(text, "messages"), [tuple(place) for place in places[0]] if places else []
+        return with_image_texts(chat, upto, *rendered)
 
 
 # ---- prompts -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ class Corpus:
     counted: NDArray[np.bool_] | None = None  # True for tokens that are labels; None if all are
     continues: NDArray[np.bool_] | None = None  # True for documents of the same record as the previous one
     values: NDArray[np.float32] | None = None  # the number of each document, if documents have one
+    images: Images | None = None  # of conversations with images
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -50,8 +51,27 @@ class Corpus:
         return self.offsets[documents + 1] - self.offsets[documents]
 
 
-def map_volume(volume: StoredFolder, tokenizer: Tokenizer, has_counted: bool, has_values: bool = False) -> Corpus:
+class Images(NamedTuple):
+    """The files of images, one after another: image i ends at byte `ends[i]`, and its first token is number `at[i]`."""
+
+    content: NDArray[np.uint8]
+    ends: Ids
+    at: Ids
+
+    def file(self, number: int) -> bytes:
+        """Return the content of an image's file."""
+        return self.content[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes()
+
+    def between(self, start: int, end: int) -> range:
+        """Return the numbers of the images of the tokens from `start` to before `end`."""
+        return range(*np.searchsorted(self.at, (start, end)).tolist())
+
+
+def map_volume(
+    volume: StoredFolder, tokenizer: Tokenizer, has_counted: bool, has_values: bool = False, has_images: bool = False
+) -> Corpus:
     """Return the documents of a volume, mapped from disk."""
+    images = [volume.array(name, dtype) for name, dtype in IMAGE_DTYPES.items()] if has_images else []
     return Corpus(
         volume.array("tokens", dtype_of(tokenizer.vocab_size)),
         np.asarray(np.memmap(volume.folder / "offsets.bin", np.int64, mode="r")),
@@ -60,6 +80,7 @@ def map_volume(volume: StoredFolder, tokenizer: Tokenizer, has_counted: bool, ha
         volume.array("counted", bool) if has_counted else None,
         volume.array("continues", bool) if has_counted else None,
         volume.array("values", np.float32) if has_values else None,
+        Images(*images) if images else None,
     )
 
 
@@ -82,6 +103,8 @@ def split(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tu
     share = corpus.lengths(validation).sum() / len(corpus.tokens)
     if 0 < share < (1 + eval_fraction) / 2:
         return corpus, trained, validation
+    if corpus.images is not None:  # no image is cut
+        return corpus, np.arange(len(corpus) - 1), np.arange(len(corpus) - 1, len(corpus))
     corpus, tail = cut_tail(corpus, eval_fraction)
     indices = np.arange(len(corpus))
     return corpus, indices[indices != tail], indices[indices == tail]
@@ -142,6 +165,10 @@ ARRAYS = {
     "values": "values.bin",
 }
 
+# With images also their files, the ends of these in bytes, and their first tokens.
+IMAGE_DTYPES = {"images": np.uint8, "image_ends": np.int64, "image_tokens": np.int64}
+IMAGE_ARRAYS = {name: f"{name}.bin" for name in IMAGE_DTYPES}
+
 # Ids, and True for those that are labels, with one more entry for the closing token; None if all are labels.
 Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]
 
@@ -178,16 +205,25 @@ class PartBorders(Protocol):
     def value(self) -> float | None:
         """The number of its document, if it has one."""
 
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The files of its images."""
+
+    @property
+    def image_tokens(self) -> Sequence[int]:
+        """The first token of each image."""
+
 
 class Shard:
     """A context manager that writes a piece's tokens, and at the end a summary, which makes the shard valid."""
 
-    def __init__(self, folder: Path, number: int, tokenizer: Tokenizer):
+    def __init__(self, folder: Path, number: int, tokenizer: Tokenizer, with_images: bool = False):
         self.stem = stem(folder, number)
         self.dtype = dtype_of(tokenizer.vocab_size)
         self.closing = np.array([tokenizer.end_of_document], self.dtype)
         self.summary, self.digest = Summary(notes={}), hashlib.blake2b(digest_size=16)
-        self.files = {name: open(f"{self.stem}.{name}", "wb") for name in ARRAYS}
+        self.files = {name: open(f"{self.stem}.{name}", "wb") for name in arrays_of(with_images)}
+        self.image_bytes = 0
 
     def add(self, parts: Iterable[PartBorders], encoded: Iterable[Encoded]) -> None:
         """Append documents or parts of them; documents get their closing token, and empty ones are only counted."""
@@ -198,6 +234,7 @@ class Shard:
             if part.begins and part.ends and not len(part_ids):
                 empty += 1
                 continue
+            self.add_images(part, at)
             ids += [part_ids, self.closing[: part.ends]]
             counts += [] if counted is None else [counted]
             at += len(part_ids) + part.ends
@@ -211,6 +248,15 @@ class Shard:
         self.write("values", [values], np.dtype(np.float32))
         summary = self.summary
         self.summary = summary._replace(tokens=at, documents=summary.documents + documents, empty=summary.empty + empty)
+
+    def add_images(self, part: PartBorders, at: int) -> None:
+        """Append the images of a document whose first token is number `at`."""
+        if part.images:
+            ends = self.image_bytes + np.cumsum([len(image) for image in part.images])
+            self.image_bytes = int(ends[-1])
+            self.write("images", [np.frombuffer(image, np.uint8) for image in part.images], np.dtype(np.uint8))
+            self.write("image_ends", [ends], np.dtype(np.int64))
+            self.write("image_tokens", [at + np.asarray(part.image_tokens)], np.dtype(np.int64))
 
     def skip(self, where: Callable[[], str], reason: str) -> None:
         """Count a bad record."""
@@ -253,16 +299,22 @@ def read_summary(folder: Path, number: int) -> Summary | None:
     return Summary(*json.loads(path.read_text())) if path.exists() else None
 
 
-def join(folder: Path, count: int) -> Summary:
+def arrays_of(with_images: bool) -> dict[str, str]:
+    """Return the files of a shard, and their names once joined."""
+    return ARRAYS | (IMAGE_ARRAYS if with_images else {})
+
+
+def join(folder: Path, count: int, with_images: bool = False) -> Summary:
     """Join `count` shards in a folder, array by array, and remove them; return the total."""
+    arrays = arrays_of(with_images)
     with ExitStack() as stack:
-        files = {name: stack.enter_context(open(folder / file, "wb")) for name, file in ARRAYS.items()}
+        files = {name: stack.enter_context(open(folder / file, "wb")) for name, file in arrays.items()}
         files["ends"].write(np.zeros(1, np.int64).data)  # the start of the first document
         total = Summary()
         for number in range(count):
             append(folder, number, files, total.tokens)
             total = add_summaries(total, read_summary(folder, number))
-    for ending in ("json", *ARRAYS):  # a shard without its summary is made again if this process dies here
+    for ending in ("json", *arrays):  # a shard without its summary is made again if this process dies here
         for number in range(count):
             Path(f"{stem(folder, number)}.{ending}").unlink(missing_ok=True)
     return total
@@ -270,10 +322,12 @@ def join(folder: Path, count: int) -> Summary:
 
 def append(folder: Path, number: int, files: Mapping[str, BinaryIO], tokens_before: int) -> None:
     """Append a shard to the joined files, which have `tokens_before` tokens so far."""
+    bytes_before = files["images"].tell() if "images" in files else 0
+    before = {"ends": tokens_before, "image_tokens": tokens_before, "image_ends": bytes_before}
     for name, file in files.items():
         with open(f"{stem(folder, number)}.{name}", "rb") as shard:
-            if name == "ends":
-                file.write((np.fromfile(shard, np.int64) + tokens_before).data)
+            if name in before:
+                file.write((np.fromfile(shard, np.int64) + before[name]).data)
             else:
                 shutil.copyfileobj(shard, file, 2**20)
 

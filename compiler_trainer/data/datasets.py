@@ -6,7 +6,7 @@ A user's dataset is any object with a length that returns an item, one row, by n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,13 +21,13 @@ from compiler_trainer.config.targets import called
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import tokenized
 from compiler_trainer.data.corpus import Ids, hash_arrays, map_volume
+from compiler_trainer.data.image_rows import ImageRows, with_images
 from compiler_trainer.data.loader import JoinedRows, Loader, Mixture
 from compiler_trainer.data.packing import (
     TOGETHER,
     ClassRows,
     Facts,
     LayoutSpec,
-    PackedRows,
     PairRows,
     Rows,
     layout_rows,
@@ -59,6 +59,8 @@ class Part:
 
     def describe(self, tokenizer: str) -> Iterator[str]:
         """Yield lines on documents, tokens, sequences, the place on disk, and skipped records."""
+        if isinstance(self.train, ImageRows):
+            yield f"{self.name}: {self.train.describe()}"
         if self.tokens is None:
             halves = ((self.train, "for training"), (self.held_out, "for validation"))
             yield f"{self.name}: {', '.join(f'{len(rows):,} rows {purpose}' for rows, purpose in halves if rows)}"
@@ -205,14 +207,19 @@ def build_part(
         return dataset_part(source, number, eval_fraction, seq_len, cfg.seed)
     tokens, name, documents_before, volume_rows = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
     for at, volume in enumerate(tokens.volumes):
-        corpus = map_volume(volume, tokenizer, cfg.has_counted, cfg.has_values)
+        corpus = map_volume(volume, tokenizer, cfg.has_counted, cfg.has_values, cfg.images_per_row > 0)
         seed = [cfg.seed, number, *([at] if at else [])]
         volume_rows.append(
-            layout_rows(corpus, LayoutSpec(seed, documents_before, eval_fraction, seq_len, cfg.packs), cache)
+            layout_rows(
+                corpus,
+                LayoutSpec(seed, documents_before, eval_fraction, seq_len, cfg.packs, cfg.images_per_row),
+                cache,
+            )
         )
         documents_before += len(corpus)
     train, held_out = (
-        [half for half in halves if half is not None] for halves in zip(*(volume[:2] for volume in volume_rows))
+        [with_images(cfg, tokenizer, half) for half in halves if half is not None]
+        for halves in zip(*(volume[:2] for volume in volume_rows))
     )
     rows = [join_volumes(half, name) for half in (train, held_out)]
     if cfg.has_groups:
@@ -245,7 +252,7 @@ def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache
     return load_tokens(source_of(source, cfg.seed, cache), make_recipe(cfg, source, tokenizer), tokenizer.digest, cache)
 
 
-def join_volumes(parts: list[PackedRows], name: str) -> Rows | None:
+def join_volumes(parts: Sequence[Rows], name: str) -> Rows | None:
     """Return the sequences of all volumes, or None without documents; raise UserError if no sequence has a label."""
     if not parts:
         return None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from compiler_trainer.data.pictures import take
 from compiler_trainer.data.records import (
     ASSISTANT,
     BadRecord,
@@ -100,7 +101,8 @@ def from_row(row: Row, fields: Fields, columns: Sequence[str] = ()) -> Document:
     content = pair(row, form, fields) if fields.kind == "pair" else conversation(row, form, fields)
     value = number_of(field_of(row, "margin"), "margin") if fields.margins else None
     value = truth_of(row["label"], "label") if fields.kind == "answers" else value
-    used = {*form.required, *form.optional, *fields.names, "system", *["margin"] * fields.margins}
+    used = {*form.required, *form.optional, *fields.names, "system"}
+    used |= further_fields(fields)
     unused = unused_in(row, columns, used)
     if isinstance(content, Pair) and not begins_with(content, with_system(row, form.read(row).messages)):
         unused = (*unused, form.required[0])
@@ -168,7 +170,8 @@ def conversation(row: Row, form: Format, fields: Fields) -> Conversation:
     chat = form.read(row)
     messages = with_system(row, chat.messages)
     first = chat.first + len(messages) - len(chat.messages)
-    return Conversation(messages, names_of(row, fields), first, fields.last_only)
+    messages, images = take(messages, row.get("images"), fields.base) if fields.images else (messages, ())
+    return Conversation(messages, names_of(row, fields), first, fields.last_only, images)
 
 
 def pair(row: Row, form: Format, fields: Fields) -> Pair:
@@ -357,6 +360,11 @@ def describe(form: Format, row: Row) -> str:
     return f"{name} (fields {field}, {keys})"
 
 
+def further_fields(fields: Fields) -> set[str]:
+    """Return the names of fields that are read beside a record's format."""
+    return {name for name, is_read in {"margin": fields.margins, "images": fields.images}.items() if is_read}
+
+
 def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
     """Return the columns to read of a table with the columns `names`; raise BadRecord if no format fits them."""
     if fields.kind == "text":
@@ -371,5 +379,5 @@ def columns_of(names: Sequence[str], fields: Fields) -> list[str]:
         raise BadRecord(nearest(names, fields.kind))
     formats = FORMATS[fields.kind]
     used = {name for form in formats for name in (*form.required, *form.optional)} | fields.names | {"system"}
-    used |= {"margin"} if fields.margins else set()
+    used |= further_fields(fields)
     return [name for name in names if name in used]

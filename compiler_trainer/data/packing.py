@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE
 from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
+from compiler_trainer.data.layout import PADDING, Layout, with_images
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.places.cache import Cache, get_or_make
@@ -118,6 +119,13 @@ class PackedRows(Rows):
         document = np.searchsorted(self.corpus.offsets, self.layout.sources[piece], side="right") - 1
         return self.corpus.values.take(document, mode="clip")
 
+    def documents(self, row: int) -> list[tuple[int, int]]:
+        """Return the corpus tokens of each document of a row, as (start, end)."""
+        start = self.layout.rows[row] * self.seq_len
+        first, last = self._pieces(np.array([start, start + self.seq_len - 1]))
+        pieces = ((int(self.layout.sources[i]), self.layout.starts[i : i + 2]) for i in range(first, last + 1))
+        return [(source, source + int(ends[1] - ends[0])) for source, ends in pieces if source != PADDING]
+
     def _pieces(self, at: Ids) -> Ids:
         """Return the pieces at some positions of the stream."""
         return np.searchsorted(self.layout.starts, at, side="right") - 1
@@ -137,9 +145,12 @@ class PackedRows(Rows):
         return self.corpus.tokens.take(source, mode="clip").astype(np.int64)
 
 
-def pack(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut") -> PackedRows:
-    """Return the rows of the documents `order`, packed as `packing` says, with the layout in memory."""
-    layout = LAYOUTS[packing](corpus, order, seq_len)
+def pack(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut", images: int = 0) -> PackedRows:
+    """Return the rows of the documents `order`, packed as `packing` says, with the layout in memory.
+
+    With `images`, a row has whole documents with at most that many images.
+    """
+    layout = with_images(corpus, order, seq_len, images) if images else LAYOUTS[packing](corpus, order, seq_len)
     content = order if packing == "cut" else layout.sources
     fingerprint = hash_arrays(np.array([seq_len]), content, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
     row_tokens = len(layout.rows) * seq_len - padding_of(layout, seq_len)
@@ -157,22 +168,7 @@ def padding_of(layout: Layout, seq_len: int) -> int:
 # ---- layouts -------------------------------------------------------------------------------------------
 
 
-PADDING = -1
 TOKENS_AT_ONCE = 2**22
-
-
-class Layout(NamedTuple):
-    """Pieces of a corpus laid end to end in a stream; each `seq_len` tokens of it are a row (a training sequence).
-
-    Piece i has the corpus tokens from `sources[i]` on, or padding if that is PADDING; it fills the stream from
-    `starts[i]` to `starts[i + 1]`.
-    """
-
-    starts: Ids  # [pieces + 1]
-    sources: Ids  # [pieces]
-    continues: NDArray[np.bool_]  # True if a piece's document continues in a row that is not the next
-    rows: Ids  # the rows that have a label
-    cut_documents: int  # number of documents whose labels are in several rows
 
 
 def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
@@ -372,6 +368,7 @@ class LayoutSpec(NamedTuple):
     eval_fraction: float
     seq_len: int
     packing: str
+    images: int = 0
 
 
 class VolumeRows(NamedTuple):
@@ -414,7 +411,7 @@ def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
 
 def write_layout(folder: Path, half: str, corpus: Corpus, order: Ids, spec: LayoutSpec) -> Facts:
     """Write one layout, and return its facts."""
-    rows = pack(corpus, order, spec.seq_len, spec.packing)
+    rows = pack(corpus, order, spec.seq_len, spec.packing, spec.images)
     for name in DTYPES:
         getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
     return rows.facts

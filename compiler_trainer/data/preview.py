@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.chat import ChatTemplate
+from compiler_trainer.data.pictures import with_image_texts
 from compiler_trainer.data.readers import READERS, ReadOptions
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record, Texts
 from compiler_trainer.data.sources import source_of
@@ -93,8 +95,9 @@ class Reader:
         """Yield all records."""
         template = ChatTemplate(self.tokenizer) if fields is None and self.chat else None
         fields = fields or self.worker.recipe.fields(template)
-        options = ReadOptions(fields, self.cfg.document_separator, self.tokenizer, self.cache)
         for span in self.source.spans:
+            fields = fields._replace(base=os.path.dirname(span.path))
+            options = ReadOptions(fields, self.cfg.document_separator, self.tokenizer, self.cache)
             yield from READERS[span.reader](span, options)
 
     def documents(self, document: Document, notes: list[str]) -> list[Shown]:
@@ -139,7 +142,8 @@ class Reader:
     def theirs(self, content: Conversation | Pair) -> Iterator[tuple[int, Conversation]]:
         """Yield, for each sample, its number of messages and its conversation."""
         assert self.worker.chats
-        for chat in content if isinstance(content, Pair) else [content]:
+        images = self.worker.recipe.images
+        for chat in content if isinstance(content, Pair) else [images.read(content)[0] if images else content]:
             for sample in self.worker.chats.samples(chat, []):
                 yield sample.upto, chat
 
@@ -149,6 +153,10 @@ class Reader:
         variables = {"tools": names.pop("tools", None), "documents": names.pop("documents", None), **names}
         reference_tokenizer = self.reference_tokenizer
         text = reference_tokenizer.apply_chat_template(chat.messages[:upto], tokenize=False, **variables)
+        if chat.image_token:
+            text, _ = with_image_texts(chat, upto, text, [])
+            ids = list(reference_tokenizer(text, add_special_tokens=False)["input_ids"])
+            return shown._replace(theirs=text, is_same=ids in (shown.tokens, shown.tokens[:-1]))
         ids = list(
             reference_tokenizer.apply_chat_template(chat.messages[:upto], return_dict=True, **variables)["input_ids"]
         )

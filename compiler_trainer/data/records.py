@@ -30,9 +30,9 @@ class Fields(NamedTuple):
 
     These are a text, or ids, in `column`; or those of a format (formats.py) of a `conversation` or of a `pair` of them,
     with those `names` that the chat template uses apart from messages. With `last_only`, only the last answer of a
-    conversation is labels. A `record` is read as it is. The text of a `class` has a label, one of `labels`;
-    `passages` are texts, a query and its passage, and `triplets` one more; `answers` are conversations with a label.
-    With `margins`, a pair has one.
+    conversation is labels. With `images`, messages may have images, whose paths are relative to the folder `base`. A
+    `record` is read as it is. The text of a `class` has a label, one of `labels`; `passages` are texts, a query and its
+    passage, and `triplets` one more; `answers` are conversations with a label. With `margins`, a pair has one.
     """
 
     kind: Literal["text", "conversation", "pair", "record", "classes", "passages", "triplets", "answers"]
@@ -41,6 +41,8 @@ class Fields(NamedTuple):
     last_only: bool = False
     labels: tuple[str, ...] = ()
     margins: bool = False
+    images: bool = False
+    base: str = ""
 
 
 def text_fields(column: str) -> Fields:
@@ -50,13 +52,17 @@ def text_fields(column: str) -> Fields:
 class Conversation(NamedTuple):
     """Messages, and the chat template's other variables; answers among the `first` messages are not labels.
 
-    With `last_only`, no answer but the last one is labels.
+    With `last_only`, no answer but the last one is labels. `images` are paths, urls or contents of files, in the order
+    of their parts in messages. In a prompt, `image_texts` take the places that the template marks by `image_token`.
     """
 
     messages: list[Message]
     names: dict[str, Any] = {}
     first: int = 0
     last_only: bool = False
+    images: tuple[str | bytes, ...] = ()
+    image_texts: tuple[str, ...] = ()
+    image_token: str = ""
 
     @property
     def labelled(self) -> list[int]:
@@ -269,9 +275,14 @@ def with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
     return {**call, "function": parsed} if "function" in call else parsed
 
 
+IMAGES = ("image", "image_url")  # types of parts
+
+
 def check_part(part: Any, where: str) -> None:
-    """Raise BadRecord unless a part of a message is text."""
+    """Raise BadRecord unless a part of a message is text or an image."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind in IMAGES:
+        return
     if kind != "text":
         raise BadRecord(f'field "{where}" is of type {kind}; only parts of type text are trained on')
     text_of(part.get("text"), f"{where}.text")

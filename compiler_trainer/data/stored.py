@@ -118,7 +118,7 @@ def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:
 def tokenize_volume(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
     """Make the missing parts of a volume in a folder; raise UserError if it has no tokens at all."""
     make_pieces(folder, source, recipe, share)
-    holds = join(folder, len(source.pieces()))
+    holds = join(folder, len(source.pieces()), recipe.images is not None)
     if not holds.tokens:
         skipped = f", {holds.skipped} bad records skipped" if holds.skipped else ""
         raise UserError(source.where, f"the corpus is empty: {holds.documents} documents, none with a token{skipped}")

@@ -68,6 +68,8 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
     if cfg.sources:
         fix = "tokenize each into its own folder, and list these: {name: tokens, tokens: DIR, weight: 0.7}"
         raise UserError("data.sources", f"are several; {fix}")
+    if cfg.images_per_row:
+        raise UserError("data.images_per_row", "is for runs, which store images with their tokens; set it to 0")
     if cfg.tokens is not None:
         raise UserError("data.tokens", "are already tokens; give the text to tokenize")
     tokenizer = tokenizer_of(cfg)

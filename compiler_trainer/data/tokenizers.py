@@ -28,7 +28,7 @@ from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
 from compiler_trainer.places.store import split_url
 
-BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json")  # read with a tokenizer.json
+BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json", "*processor_config.json")  # of a tokenizer
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # one of them: loaded by transformers
 TRIES = 100  # texts to try until one has tokens
 Ids = NDArray[np.integer]

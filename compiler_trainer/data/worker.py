@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,6 +22,7 @@ from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import formats
 from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.corpus import Encoded, Shard
+from compiler_trainer.data.pictures import ImageOptions, image_options, restore_options
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Texts
 from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
@@ -36,7 +37,8 @@ class Recipe(NamedTuple):
 
     Records are conversations with `chat`, otherwise texts in `column`. With `pairs`, a record is two conversations, one
     document each. With `last_only`, only the last answer of a conversation is labels. With `skip_bad`, bad records are
-    skipped. `records`, `labels` and `margins` are those of DataConfig.
+    skipped. `records`, `labels` and `margins` are those of DataConfig. With `images`, conversations have images, which
+    the processor next to the tokenizer reads.
     """
 
     tokenizer: Tokenizer
@@ -50,6 +52,7 @@ class Recipe(NamedTuple):
     records: str = "documents"
     labels: tuple[str, ...] = ()
     margins: bool = False
+    images: ImageOptions | None = None
 
     @property
     def decides(self) -> tuple[Any, ...]:
@@ -59,6 +62,7 @@ class Recipe(NamedTuple):
         surroundings = [settings.opening, settings.ending, settings.end_of_document]
         kinds: list[Any] = ["pairs"] * self.pairs + ["last_only"] * self.last_only + ["margins"] * self.margins
         kinds += [] if self.records == "documents" else [self.records, *self.labels]
+        kinds += [self.images.decides] if self.images else []
         return self.column, self.separator, templates, surroundings, self.skip_bad, *kinds
 
     def fields(self, template: ChatTemplate | None) -> Fields:
@@ -66,7 +70,8 @@ class Recipe(NamedTuple):
         kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
         kind = kind if self.records == "documents" else self.records
         names = template.names if template else frozenset[str]()
-        return Fields(kind, self.column, names, self.last_only, tuple(self.labels), self.margins)
+        further = tuple(self.labels), self.margins, self.images is not None
+        return Fields(kind, self.column, names, self.last_only, *further)
 
     def to_json(self) -> list[Any]:
         """Return JSON from which `restore_recipe` makes the recipe in another process."""
@@ -77,7 +82,8 @@ def restore_recipe(values: list[Any]) -> Recipe:
     """Return a recipe from its JSON."""
     recipe = Recipe(*values)
     folder, limit = recipe.cache
-    return recipe._replace(tokenizer=restore(values[0]), cache=Cache(Path(folder), limit))
+    images = restore_options(recipe.images)
+    return recipe._replace(tokenizer=restore(values[0]), cache=Cache(Path(folder), limit), images=images)
 
 
 def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | None = None) -> Recipe:
@@ -86,19 +92,21 @@ def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | No
     if cfg.chat:
         ChatTemplate(tokenizer)
     skip_bad, cache = cfg.bad_records == "skip", cache_of(cfg)
-    separator, last_only = source.document_separator, cfg.train_on == "last"
-    kind = cfg.chat, skip_bad, cache, cfg.pairs, last_only, cfg.records, cfg.labels, cfg.margins
+    separator, last_only, images = source.document_separator, cfg.train_on == "last", image_options(cfg, tokenizer)
+    kind = cfg.chat, skip_bad, cache, cfg.pairs, last_only, cfg.records, cfg.labels, cfg.margins, images
     return Recipe(tokenizer, source.text_column, separator, *kind)
 
 
 class Part(NamedTuple):
-    """A document or a part of one: a text, or ids with their labels."""
+    """A document or a part of one: a text, or ids with their labels, and its images with their first tokens."""
 
     content: str | Encoded
     begins: bool
     ends: bool
     continues: bool = False  # True for a sample of the same record as the previous document
     value: float | None = None  # the number of its document
+    images: tuple[bytes, ...] = ()
+    image_tokens: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -119,15 +127,16 @@ class Worker:
 
     def tokenize(self, number: int, spans: Iterable[Span]) -> None:
         """Make the shard of piece `number`; raise UserError at a bad record that is not to be skipped."""
-        with Shard(self.folder, number, self.tokenizer) as shard:
+        with Shard(self.folder, number, self.tokenizer, self.recipe.images is not None) as shard:
             for batch in batches(self.read(spans, shard)):
                 shard.add(batch, self.encode(batch))
 
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
         """Yield the contents of spans in parts that a tokenizer can take; the shard counts bad records and notes."""
         fields = self.recipe.fields(self.chats.template if self.chats else None)
-        options = ReadOptions(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
         for span in spans:
+            fields = fields._replace(base=os.path.dirname(span.path))
+            options = ReadOptions(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
             for record in READERS[span.reader](span, options):
                 notes: list[str] = []
                 try:
@@ -176,12 +185,18 @@ class Worker:
     def conversation_parts(self, chat: Conversation, notes: list[str], limit: int | None = None) -> list[Part]:
         """Return the samples of a conversation; raise BadRecord if there are more than `limit`."""
         assert self.chats
+        contents: list[bytes] = []
+        if self.recipe.images:
+            chat, contents = self.recipe.images.read(chat)
         written = self.chats.write(chat)
         notes += written.notes
         if limit is not None and len(written.samples) > limit:
             problem = "has several answers after the first difference, but the chat template rewrites earlier ones"
             raise BadRecord(f"{problem}: give each conversation only its last answer, with the others in its prompt")
-        return [Part((ids, counted), True, True, i > 0) for i, (ids, counted) in enumerate(written.tokens)]
+        return [
+            Part((t.ids, t.counted), True, True, i > 0, images=tuple(contents[: len(t.images)]), image_tokens=t.images)
+            for i, t in enumerate(written.tokens)
+        ]
 
     def id_parts(self, ids: Ids) -> list[Part]:
         """Return a document of ids in parts, without its closing id, which the shard adds."""

@@ -1,4 +1,4 @@
-"""A causal language model in a folder that transformers wrote: the module of its config.json, and its weights.
+"""A language model in a folder that transformers wrote: the module of its config.json, and its weights.
 
 With another head than the one for next tokens, the module is that of a sequence classification, or has no head.
 """
@@ -42,6 +42,7 @@ ROWS = 4096  # compared at a time
 MAGNITUDE = ".lora_magnitude_vector."  # in the name of a length that DoRA trains
 # how peft renames what it adapts, and a head that it trains whole
 ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_module|\.modules_to_save\.default)\.")
+SEEING = "AutoModelForImageTextToText"  # the class of a vision-language model
 CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}  # by head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}  # peft's names
 SCORE = "score"  # the head of a sequence classification in transformers' decoders
@@ -57,8 +58,11 @@ def library(name: str = "transformers") -> Any:
         raise UserError("model", f"needs {name} here ({error}); {install('hf')}") from error
 
 
-def config_of(cfg: FolderConfig) -> Any:
-    """Return the config.json of the folder; raise UserError unless it is of a causal language model."""
+def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
+    """Return the config.json of the folder; raise UserError unless it is of a causal language model.
+
+    That is the text model of a vision-language model; with `sees`, the whole config must be of one.
+    """
     transformers = library()
     if not Path(cfg.path, "config.json").is_file():
         raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
@@ -66,8 +70,11 @@ def config_of(cfg: FolderConfig) -> Any:
         config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
     except Exception as error:  # any kind: the file is at fault
         raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
-    config = config.get_text_config()
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if sees and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        problem = f"{cfg.path} is a {config.model_type}, and transformers has no vision-language model of that type"
+        raise UserError("data.images_per_row", f"{problem}; leave it at 0 to train on text")
+    whole, config = config, config.get_text_config()
+    if not sees and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         problem = f"is of a {config.model_type}, and transformers has no causal language model of that type"
         raise UserError(f"{cfg.path}/config.json", problem)
     if getattr(config, "quantization_config", None) is not None:
@@ -75,20 +82,21 @@ def config_of(cfg: FolderConfig) -> Any:
     if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
         problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
         raise UserError(f"{cfg.path}/config.json", problem)
-    return config
+    return whole if sees else config
 
 
-def build_module(cfg: FolderConfig, labels: tuple[str, ...] = ()) -> nn.Module:
+def build_module(cfg: FolderConfig, labels: tuple[str, ...] = (), sees: bool = False) -> nn.Module:
     """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model.
 
-    A head of scores has one for each of `labels`, or one alone.
+    A head of scores has one for each of `labels`, or one alone. With `sees` it is the vision-language model.
     """
     transformers = library()
-    config = config_of(cfg)
+    config = config_of(cfg, sees)
     if cfg.head == "score":
         set_labels(cfg, config, labels)
     try:
-        module = getattr(transformers, CLASSES[cfg.head]).from_config(config, dtype=torch.float32)
+        kind = SEEING if sees else CLASSES[cfg.head]
+        module = getattr(transformers, kind).from_config(config, dtype=torch.float32)
     except Exception as error:  # any kind: the file is at fault
         problem = f"describes a model that cannot be built: {' '.join(str(error).split())}"
         raise UserError(f"{cfg.path}/config.json", problem) from error
@@ -420,6 +428,8 @@ def quantize(module: nn.Module, format_name: str | None) -> str:
     return quantize_layers(module, format_name, [plain(module).get_output_embeddings(), *heads]) if format_name else ""
 
 
-def build(cfg: FolderConfig, dtype: torch.dtype | None, labels: tuple[str, ...] = ()) -> nn.Module:
+def build(
+    cfg: FolderConfig, dtype: torch.dtype | None, labels: tuple[str, ...] = (), sees: bool = False
+) -> nn.Module:
     """Return the skeleton of the folder's model."""
-    return skeleton(partial(build_module, cfg, labels), dtype)
+    return skeleton(partial(build_module, cfg, labels, sees), dtype)

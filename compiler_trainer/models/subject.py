@@ -22,7 +22,7 @@ from compiler_trainer.config.schema import (
     PreferenceConfig,
 )
 from compiler_trainer.config.targets import name_of
-from compiler_trainer.models import flops, folder, llama, user
+from compiler_trainer.models import flops, folder, llama, user, vision
 from compiler_trainer.models.grpo import grpo_loss
 from compiler_trainer.models.heads import LOSSES
 from compiler_trainer.models.init import initial_parameters
@@ -30,6 +30,7 @@ from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_log
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.preference import judged_loss, preference_loss
 from compiler_trainer.models.probes import remark_on, way_of
+from compiler_trainer.models.processor import processor_of
 from passes.ir.spec import Value
 
 
@@ -70,7 +71,8 @@ def subject(cfg: Config) -> Subject:
     if isinstance(cfg.model, ModelConfig):
         base = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        base = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss, cfg.data.labels)
+        of_kind = of_seeing_folder if cfg.data.images_per_row else of_folder
+        base = of_kind(folder_of(cfg), cfg, dtype)
     else:
         base = of_ones_own(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | HeadLossConfig):
@@ -110,30 +112,35 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(
-    cfg: FolderConfig,
-    name: str,
-    dtype: torch.dtype,
-    seed: int,
-    is_our_loss: bool = True,
-    labels: tuple[str, ...] = (),
-) -> Subject:
-    """Return the model of a folder that transformers wrote, under a name; a head of scores has `labels`."""
-    module = folder.build(cfg, dtype, labels)
-    config, stored = folder.plain(module).config, folder.stored_values(cfg, module)
-    quantized = folder.quantize(module, cfg.quantize)
-    way = way_of(cfg.attention, config, is_our_loss)
+def of_folder(model: FolderConfig, cfg: Config, dtype: torch.dtype, sees: bool = False) -> Subject:
+    """Return the language model of a local folder that transformers wrote; with `sees`, around a vision tower.
+
+    A head of scores has `data.labels`.
+    """
+    module = folder.build(model, dtype, cfg.data.labels, sees)
+    config, stored = folder.plain(module).config, folder.stored_values(model, module)
+    quantized = folder.quantize(module, model.quantize)
+    text = config.get_text_config()
+    way = way_of(model.attention, text, not cfg.loss)
     return Subject(
-        name=f"{config.model_type} in {name}",
+        name=f"{config.model_type} in {cfg.model.path}",  # type: ignore[union-attr]
         module=module,
         loss=partial(folder.loss_of, way),
-        logits=partial(folder.OUTPUTS[cfg.head], way),
-        initial=lambda: folder.initial(stored, module, seed),
-        flops_per_token=partial(flops.of_folder, config, module),
-        vocab_size=config.vocab_size,
+        logits=partial(folder.OUTPUTS[model.head], way),
+        initial=lambda: folder.initial(stored, module, cfg.train.seed),
+        flops_per_token=partial(flops.of_folder, text, module),
+        vocab_size=text.vocab_size,
         has_weights=stored is not None,
-        remarks=tuple(filter(None, [remark_on(way, config), quantized])),
+        remarks=tuple(filter(None, [remark_on(way, text), quantized])),
     )
+
+
+def of_seeing_folder(model: FolderConfig, cfg: Config, dtype: torch.dtype) -> Subject:
+    """Return the vision-language model of a local folder, with the images of its own processor."""
+    base = of_folder(model, cfg, dtype, sees=True)
+    view = vision.view_of(folder.plain(base.module), processor_of(model.path, cfg.data.image_size))
+    way = way_of(model.attention, folder.plain(base.module).config.get_text_config())
+    return replace(base, loss=partial(vision.loss_of, view, way), logits=partial(vision.logits, view, way))
 
 
 def of_ones_own(options: Own, dtype: torch.dtype, seed: int) -> Subject:

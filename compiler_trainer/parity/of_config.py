@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import EIGHT_BITS, Config, GrpoConfig, MeshConfig
+from compiler_trainer.config.schema import EIGHT_BITS, Config, FolderConfig, GrpoConfig, MeshConfig
+from compiler_trainer.models.folder import plain
 from compiler_trainer.models.loss import LossFn
+from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.processor import processor_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject as trained_by
 from compiler_trainer.parity import compare
@@ -94,6 +97,8 @@ def subject_of(cfg: Config) -> Subject:
         entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary)
         if cfg.data.labels:
             entries["labels"] %= len(cfg.data.labels)
+        if cfg.data.images_per_row:
+            return with_images(cfg, generator, plain(model).config.image_token_id, entries)
         return entries | further_entries(cfg, generator, sequences)
 
     vocabulary = trained.vocab_size or vocabulary_of(trained.loss, on_one_device(model), batch(0, 2))
@@ -124,6 +129,27 @@ def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int
     place = torch.arange(length).expand(rows, length)
     positions = place - torch.where(begins, place, 0).cummax(1).values
     return {"tokens": tokens, "labels": labels, "positions": positions, "documents": begins.cumsum(1) - 1}
+
+
+def with_images(cfg: Config, generator: torch.Generator, token: int, batch: Batch) -> Batch:
+    """Return a batch with one document a row, which begins with its images, and random pixels.
+
+    Raises UserError if a row is too short for its images.
+    """
+    assert isinstance(cfg.model, FolderConfig)
+    processor = processor_of(folder_of(cfg).path, cfg.data.image_size)
+    rows, length = batch["tokens"].shape
+    count = processor.blank.text.count(processor.token) * cfg.data.images_per_row
+    if count >= length:
+        raise UserError("train.seq_len", f"is {length}, and the images of a row have {count} tokens; increase it")
+    tokens = batch["tokens"].where(batch["tokens"] != token, (token + 1) % 2)
+    tokens[:, :count] = token
+    pixels = {}
+    for name, array in processor.blank.arrays.items():
+        shape, is_number = (rows, cfg.data.images_per_row, *array.shape), array.dtype.kind == "f"
+        pixels[name] = torch.randn(shape, generator=generator) if is_number else torch.ones(shape, dtype=torch.int64)
+    positions = torch.arange(length).expand(rows, length)
+    return batch | pixels | {"tokens": tokens, "positions": positions, "documents": torch.zeros_like(tokens)}
 
 
 def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch:

@@ -18,7 +18,7 @@ from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of, further_values
-from compiler_trainer.models.folder import CLASSES, library, plain
+from compiler_trainer.models.folder import CLASSES, SEEING, library, plain
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
@@ -108,7 +108,8 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         if cfg.model.lora and not merge:
             labels = f", of a model with num_labels={plain(module).num_labels}" if cfg.model.head == "score" else ""
             return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){labels}{stops}"
-        return f"{loaded_by_transformers(out, CLASSES[cfg.model.head])}{stops}"
+        kind = SEEING if cfg.data.images_per_row else CLASSES[cfg.model.head]
+        return f"{loaded_by_transformers(out, kind)}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
         model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones

@@ -25,7 +25,7 @@ CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassific
 def values_of(folder: str, head: str, texts: list[list[int]]) -> dict[str, Any]:
     """Return the dtype and the values of the module's output."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = loaded(folder, getattr(transformers, CLASSES[head])).to(device).eval()
+    model = loaded(folder, head).to(device).eval()
     values = of_tokens if head == "lm" else of_outputs
     results = [values(model, torch.tensor([text], device=device)).tolist() for text in texts]
     return {"dtype": str(model.dtype).removeprefix("torch."), "values": results}
@@ -43,16 +43,23 @@ def of_outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([row.reshape(-1, row.shape[-1])[-1].float().sum() for row in rows])
 
 
-def loaded(folder: str, kind: Any) -> Any:
+def loaded(folder: str, head: str) -> Any:
     """Return the model of a folder. peft loads adapters, because transformers (5.23) leaves out the lengths of DoRA."""
     file = Path(folder, "adapter_config.json")
     if not file.exists():
-        return kind.from_pretrained(folder, dtype="auto")
+        return kind_of(folder, head).from_pretrained(folder, dtype="auto")
     base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     adapters = importlib.import_module("peft").PeftModel  # which takes seconds to import
     score = load_file(file.with_name("adapter_model.safetensors")).get("base_model.model.score.weight")
     options = {} if score is None else {"num_labels": len(score)}
-    return adapters.from_pretrained(kind.from_pretrained(base, dtype="auto", **options), folder)
+    return adapters.from_pretrained(kind_of(base, head).from_pretrained(base, dtype="auto", **options), folder)
+
+
+def kind_of(folder: str, head: str) -> Any:
+    """Return the class of transformers for the model of a folder: a vision-language model has no other head."""
+    config = type(transformers.AutoConfig.from_pretrained(folder))
+    sees = head == "lm" and config not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return getattr(transformers, "AutoModelForImageTextToText" if sees else CLASSES[head])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from passes.ir.stages import Stage
 from passes.rules import has_rule, tensor_operands
 from passes.sharding import draws as drawing
 from passes.sharding import norms
+from passes.sharding.pieces import rejoin
 from passes.sharding.random import dropout
 from passes.torch_private import decomposition
 from passes.trace.editor import Editor, inline, replace_by
@@ -426,7 +427,7 @@ class Normalize(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        counts: dict[str, int] = {}
+        counts = {"cat": joined} if (joined := rejoin(program, ctx)) else {}
         program = key_random(program, ctx)
         final: set[Any] = set()  # operators whose definition calls them again
         queue = list(program.calls())

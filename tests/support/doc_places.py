@@ -15,6 +15,7 @@ from folders import cached, model
 from object_store import Store
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from vision_folders import picture, vision_folder
 
 from compiler_trainer import checkpoint
 from compiler_trainer.config.compose import compose, to_config
@@ -47,6 +48,7 @@ TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"r
 PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
 REVIEWS = [{"text": "The fjord was cold.", "label": "negative"}, {"text": "The fjord was fine!", "label": "positive"}]
 QUERY = {"query": "What is a fjord?", "positive": "An inlet.", "negative": "A fish."}
+SEEN = {"messages": [{"role": "user", "content": [{"type": "image", "path": "photos/1.jpg"}]}, {"role": "assistant", "content": "It"}]}
 ASKED = {"prompt": "7 * 8?", "result": "56"}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
@@ -56,6 +58,7 @@ RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/1b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
+    "runs/seen": "tuned", "runs/seen_lora": "lora",
     "runs/reward": "reward", "runs/classes": "classes", "runs/embed": "embed",
 }
 
@@ -92,6 +95,10 @@ def furnish(folder: Path) -> None:
     (folder / "qwen/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
     shutil.copytree(folder / "qwen", folder / "smol")
+    shutil.copytree(vision_folder(), folder / "llava")
+    (folder / "photos").mkdir()
+    (folder / "photos/1.jpg").write_bytes(picture(1))
+    (folder / "seen.jsonl").write_text((json.dumps(SEEN) + "\n") * 30)
     tokenizer(of_chat=False).save(str(folder / "TOK"))
     for out, files in (("tokens", "books"), ("tokens/books", "books"), ("tokens/code", "code")):
         tokenized.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
@@ -188,13 +195,14 @@ def tiny(cfg: Config, folder: Path) -> Config:
     corpus = replace(cfg.data, cache="kept/tokens", eval_fraction=0.2 * is_evaluated)
     if corpus.name == "stdlib":
         corpus = replace(corpus, name="synthetic", documents=40)
+    seq_len = 128 if cfg.data.images_per_row else 32
     remat = replace(cfg.passes.remat, layers={}) if cfg.passes.remat.layers else cfg.passes.remat
     return replace(
         cfg,
         model=small,
         loss=cfg.loss if is_evaluated else replace(cfg.loss, group_size=2, answer_tokens=8),
         data=corpus,
-        train=replace(cfg.train, steps=4, seq_len=32, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
+        train=replace(cfg.train, steps=4, seq_len=seq_len, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
         lr_schedule=cfg.lr_schedule if cfg.lr_schedule._target_ else LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
         optim=replace(cfg.optim, block=8),
         mesh=Config().mesh,

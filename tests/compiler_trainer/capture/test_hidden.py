@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from oracle import NO_DECAY, compile_lockstep, perceptron, points, squared_error, trained_alike
 from torch import nn
+from transformers.utils import torch_compilable_check
 
 from compiler_trainer import UserError
 
@@ -84,6 +85,15 @@ RIGHT = [data_is_read, data_is_written, data_is_written_in_place, module_is_move
 @pytest.mark.sample(4)
 def test_it_is_recorded(doing, mesh):
     trained_alike(perceptron(Between(doing)), squared_error, points(), mesh, NO_DECAY)
+
+
+def test_a_check_of_values_is_left_out_with_a_warning():
+    def checked(m, x):
+        torch_compilable_check((x < 100).all(), "too large")
+        return x * m.weight
+
+    with pytest.warns(UserWarning, match="checks a condition on values, which no step will check"):
+        trained_alike(perceptron(Between(checked)), squared_error, points(), {}, NO_DECAY)
 
 
 def parameter_is_written(m, x):

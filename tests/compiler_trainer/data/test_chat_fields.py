@@ -60,7 +60,7 @@ class Folder:
     def labels(self, record):
         """Return the text of each sample's labels."""
         end = self.tokenizer.end_of_document
-        return ["".join(self.tokenizer.name_of(int(i)) for i, is_label in zip([*ids, end], counted) if is_label) for _, (ids, counted) in self.both(record)]
+        return ["".join(self.tokenizer.name_of(int(i)) for i, is_label in zip([*ids, end], counted) if is_label) for _, (ids, counted, *_) in self.both(record)]
 
     def both(self, record):
         written = self.write(record)

@@ -85,7 +85,7 @@ def test_a_reward_model_ranks_answers_and_transformers_scores_them_alike(options
 @pytest.mark.full
 def test_a_head_is_resumed_and_is_part_of_an_adapter(place):
     write("pairs.jsonl", pairs())
-    job = [*REWARD, LORA, "checkpoint.frozen=false", "lr_schedule=constant", "lr_schedule.warmup_fraction=0"]
+    job = [*REWARD, LORA, "checkpoint.frozen=false", "lr_schedule=constant", "lr_schedule.warmup_ratio=0"]
     assert call(*job, "run.dir=whole") == 0
     assert call(*job, "train.steps=3", "run.dir=parts") == 0
     assert call(*job, "checkpoint.resume=latest", "run.dir=parts") == 0

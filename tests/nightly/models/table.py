@@ -19,6 +19,7 @@ from tests.nightly.models.zoo import (
     texts,
     timms,
     torchvisions,
+    vision,
     voices,
 )
 
@@ -41,4 +42,5 @@ MODELS: list[Entry] = [
     *voices.MODELS,
     *science.MODELS,
     *scans.MODELS,
+    *vision.MODELS,
 ]

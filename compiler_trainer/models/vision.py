@@ -1,0 +1,108 @@
+"""Vision-language models of transformers' folders: the model's inputs on rows with images, and its loss.
+
+The arrays of images (`processor.py`) are entries of a batch, [B, images of a row, ...]. Tables of sizes and grids are
+the same for all images, and thus constants of the graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.models import folder
+from compiler_trainer.models.by_row import ByRow
+from compiler_trainer.models.documents import inputs_of
+from compiler_trainer.models.loss import cross_entropy
+from compiler_trainer.models.processor import PIXELS, Processor
+
+UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}  # as many features as image tokens: rows may have fewer images
+
+
+@dataclass(frozen=True)
+class View:
+    """The images of a row: the arrays' names, and the tables of sizes of an image; with `nested`, a row has a dim.
+
+    `token_id` is that of image tokens.
+    """
+
+    arrays: tuple[str, ...]
+    sizes: Mapping[str, list[Any]]
+    nested: bool
+    token_id: int
+
+
+def view_of(model: Any, processor: Processor) -> View:
+    """Return how a model sees the images of a processor; raise UserError if its loss has terms that we do not have."""
+    config = model.config
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        problem = "its config.json asks for an auxiliary loss of routers (output_router_logits)"
+        raise UserError("data.images_per_row", f"{problem}, which is not trained with images; set it to false")
+    names = inspect.signature(model.forward).parameters
+    blank = processor.blank
+    return View(
+        tuple(name for name in blank.arrays if name in names),
+        {name: table for name, table in blank.sizes.items() if name in names},
+        blank.arrays[PIXELS].ndim == 5,
+        config.image_token_id,
+    )
+
+
+def outputs(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """Return all outputs of the model for a batch with the view's arrays, each [B, images, ...], or without images."""
+    if PIXELS not in batch:
+        return folder.outputs(way, model, batch)
+    tokens, config = batch["tokens"], folder.plain(model).config
+    with patch.dict(os.environ, UNCHECKED), ByRow(len(tokens), batch[PIXELS]):
+        inputs = inputs_of(way, config.get_text_config(), model, batch) | images_of(view, batch)
+        names = inspect.signature(folder.plain(model).forward).parameters
+        if "token_type_ids" in names:  # images attend within themselves in both directions
+            inputs["token_type_ids"] = (tokens == view.token_id).long()
+        if hasattr(folder.plain(model).model, "get_rope_index"):
+            inputs["position_ids"] = turning_positions(view, config, batch)
+        return model(input_ids=tokens, use_cache=False, **inputs)
+
+
+def images_of(view: View, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the model's inputs of images: of all rows, one after another, or by row if the view is nested."""
+    inputs: dict[str, Any] = {}
+    for name in view.arrays:
+        inputs[name] = batch[name].flatten(1, 3) if view.nested else batch[name].flatten(0, 2)
+    count = batch[PIXELS].shape[0] * batch[PIXELS].shape[1]
+    return inputs | {name: torch.tensor([table] * count) for name, table in view.sizes.items()}
+
+
+def turning_positions(view: View, config: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return positions [4, B, T] of rotary embeddings in time, height and width (Qwen2-VL, arXiv:2409.12191).
+
+    The first of the four are those of the tokens. An image of h x w tokens takes max(h, w) positions in time.
+    """
+    _, height, width = view.sizes["image_grid_thw"]
+    merge = config.vision_config.spatial_merge_size
+    height, width = height // merge, width // merge
+    is_image, positions = batch["tokens"] == view.token_id, batch["positions"]
+    seen = is_image.cumsum(1) - is_image.long()  # image tokens before each token of the row
+    first = torch.arange(positions.shape[1], device=positions.device) - positions
+    seen = seen - seen.gather(1, first)  # of its document
+    at = seen % (height * width)
+    start = positions - seen // (height * width) * (height * width - max(height, width))
+    start = torch.where(is_image, start - at, start)
+    rows, columns = at // width * is_image, at % width * is_image
+    return torch.stack([positions, start, start + rows, start + columns])
+
+
+def logits(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return logits [B, T, V]."""
+    return outputs(view, way, model, batch).logits
+
+
+def loss_of(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean cross-entropy of the labels, as `cross_entropy`."""
+    return cross_entropy(logits(view, way, model, batch), batch["labels"])

@@ -1,0 +1,154 @@
+"""A folder's vision-language model on rows of conversations: transformers' own loss, positions, and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from PIL import Image
+from vision_folders import IMAGE_TOKEN, picture, vision_folder
+
+from compiler_trainer import UserError
+from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, MeshConfig, OptimConfig, TrainConfig
+from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.models.processor import Processor, processor_of
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import subject
+from compiler_trainer.models.vision import View, turning_positions
+from compiler_trainer.parity.of_config import check
+
+CHATS = [[0, 1], [2], [], [3, 0]]  # the images of each conversation; a row has up to two
+
+
+def config(folder, tmp_path, **data):
+    records = []
+    for number, images in enumerate(CHATS):
+        for image in images:
+            (tmp_path / f"{image}.png").write_bytes(picture(image))
+        parts = [{"type": "image", "path": f"{image}.png"} for image in images]
+        parts.append({"type": "text", "text": f"what is {number}?"})
+        records.append({"messages": [{"role": "user", "content": parts},
+                                     {"role": "assistant", "content": f"{number} is {number * number}"}]})
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = DataConfig(name="text", files=(str(tmp_path / "chats.jsonl"),), chat=True, images_per_row=2, eval_fraction=0.0,
+                      tokenizer=str(folder / "tokenizer.json"), cache=str(tmp_path / "cache"), **data)
+    return Config(model=FolderConfig(path=str(folder)), data=data)
+
+
+def theirs(folder, tokens, labels, images, dtype=torch.float64):
+    """Return transformers' summed loss and gradients of one conversation, with the pixels of its own processor."""
+    model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).train()
+    inputs = {}
+    if images:
+        processor = tf.AutoProcessor.from_pretrained(folder, backend="pil")
+        pictures = [Image.open(io.BytesIO(picture(image))) for image in images]
+        made = processor(text=[IMAGE_TOKEN * len(images)], images=pictures, return_tensors="pt")
+        inputs = {name: value for name, value in made.items() if name.startswith("pixel")}
+    logits = model(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+def test_rows_have_transformers_loss_of_each_conversation_alone(kind, tmp_path):
+    folder = vision_folder(kind)
+    cfg = config(folder, tmp_path)
+    batch = build_datasets(cfg.data, 192, 4).train.rows
+    batch = {name: torch.from_numpy(value) for name, value in batch.batch(np.arange(len(batch))).items()}
+    assert len(batch["tokens"]) < len(CHATS), "a row has several conversations"
+    trained = subject(cfg)
+    model = fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double().train()
+    loss = trained.loss(model, batch)
+    loss.backward()
+    expected, gradients, count = torch.zeros((), dtype=torch.float64), {}, 0
+    numbers = numbers_of(batch, cfg)
+    for row in range(len(batch["tokens"])):
+        for document in range(int(batch["documents"][row].max()) + 1):
+            mine = batch["documents"][row] == document
+            labels = batch["labels"][row][mine]
+            part, grads = theirs(folder, batch["tokens"][row][mine], labels, CHATS[numbers.pop(0)])
+            expected += part
+            count += int((labels >= 0).sum())
+            gradients = {name: gradients.get(name, 0) + g for name, g in grads.items()}
+    assert torch.allclose(loss.double(), expected / count, rtol=1e-6)
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            assert torch.allclose(parameter.grad, gradients[name] / count, rtol=1e-4, atol=1e-6), name
+
+
+def numbers_of(batch, cfg):
+    """Return the number of each conversation in the rows, in their order, from its text `what is N?`."""
+    from compiler_trainer.data.tokenizers import tokenizer_of
+
+    texts = [tokenizer_of(cfg.data).decode(row.tolist()) for row in batch["tokens"]]
+    return [int(part[0]) for text in texts for part in text.split("what is ")[1:]]
+
+
+def test_positions_turn_as_in_qwen2_vl():
+    height, width, image = 2, 3, 9
+    view = View(("pixel_values",), {"image_grid_thw": [1, 2 * height, 2 * width]}, False, image)
+    cut = [[5, 6, *[image] * 6, 7, 8, 3], [*[image] * 6, 4, *[image] * 6]]
+    orders = ((0, 1), (1, 0))
+    tokens = torch.tensor([cut[a] + cut[b] for a, b in orders])
+    positions = torch.stack([torch.cat([torch.arange(len(cut[n])) for n in order]) for order in orders])
+    vision = SimpleNamespace(spatial_merge_size=2)
+    ours = turning_positions(view, SimpleNamespace(vision_config=vision), {"tokens": tokens, "positions": positions})
+    kind = tf.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLModel
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
+    for row, order in enumerate(orders):
+        start = 0
+        for part in (cut[n] for n in order):
+            grid = torch.tensor([[1, 2 * height, 2 * width]] * (part.count(image) // 6))
+            types = torch.tensor([[int(token == image) for token in part]])
+            expected, _ = kind.get_rope_index(model, torch.tensor([part]), types, grid)
+            assert torch.equal(ours[1:, row, start : start + len(part)], expected[:, 0])
+            start += len(part)
+    assert torch.equal(ours[0], positions)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2}], ids=str)
+def test_a_job_with_images_is_compared_with_eager_pytorch(mesh, tmp_path):
+    cfg = config(vision_folder("idefics3"), tmp_path)
+    cfg = replace(cfg, mesh=MeshConfig(**{"dp_shard": 1, **mesh}), train=TrainConfig(seq_len=26, global_batch_size=3),
+                  optim=OptimConfig(lr=0.05, eps=1e-3))
+    outcome = check(cfg)
+    assert outcome.verdict == "right", outcome.why
+
+
+def test_a_folder_without_processor_is_refused(tmp_path):
+    from folders import folder
+
+    with pytest.raises(UserError, match=r"data.images_per_row: .* has no processor of images"):
+        Processor(str(folder("llama")), None)
+
+
+def test_a_text_model_is_refused(tmp_path):
+    from folders import folder
+
+    with pytest.raises(UserError, match=r"is a llama, and transformers has no vision-language model of that type"):
+        subject(Config(model=FolderConfig(path=str(folder("llama"))), data=DataConfig(chat=True, images_per_row=1)))
+
+
+def test_images_of_other_sizes_are_refused():
+    processor = processor_of(str(vision_folder("idefics3")), None)
+    processor.see(picture(0, (64, 64)))
+    assert processor_of(str(vision_folder("llava")), None).see(picture(0, (9, 31))).arrays["pixel_values"].shape == (1, 3, 16, 16)
+
+
+def test_options_of_images_are_validated():
+    from compiler_trainer.config.validate import validate
+
+    with pytest.raises(UserError, match="data.images_per_row: 2 is for a folder's vision-language model"):
+        validate(Config(data=DataConfig(images_per_row=2)), 1)
+    with pytest.raises(UserError, match="data.image_size: goes with data.images_per_row"):
+        validate(Config(data=DataConfig(image_size=(8, 8))), 1)

@@ -1,0 +1,138 @@
+"""Conversations with images, from the command to an exported folder that answers about an image."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers as tf
+from PIL import Image
+from short_runs import options
+from vision_folders import picture, vision_folder
+
+from compiler_trainer.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    FolderConfig,
+    LoraConfig,
+    MeshConfig,
+    TrainConfig,
+)
+from compiler_trainer.runs.export import export
+from compiler_trainer.training import trainer
+from compiler_trainer.training.metrics import read
+
+pytestmark = pytest.mark.full  # about a minute each
+ROOT = Path(__file__).parents[3]
+
+
+def records(tmp_path, count=8):
+    """Write images, and return conversations about them; one in four has none."""
+    made = []
+    for number in range(count):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+        parts = [{"type": "image", "path": f"{number}.png"}] if number % 4 else []
+        parts.append({"type": "text", "text": f"what is {number}?"})
+        answer = [{"type": "text", "text": f"it is {number * number}"}]
+        made.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
+    return made
+
+
+def config(tmp_path, kind="llava", name="chats.jsonl", steps=4, **changes):
+    """Return a run on images from a file of records, or from a table with their bytes."""
+    made, file = records(tmp_path), tmp_path / name
+    if name.endswith(".parquet"):
+        for number, record in enumerate(made):
+            has_image = len(record["messages"][0]["content"]) > 1
+            record["images"] = [{"bytes": picture(number), "path": None}] if has_image else []
+            record["messages"][0]["content"] = [{k: v for k, v in p.items() if k != "path"} for p in record["messages"][0]["content"]]
+        pq.write_table(pa.Table.from_pylist(made), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, made)))
+    folder = vision_folder(kind)
+    data = DataConfig(name="text", files=(str(file),), chat=True, images_per_row=2, eval_fraction=0.0,
+                      tokenizer=str(folder / "tokenizer.json"), cache=str(tmp_path / "cache"))
+    return options(
+        tmp_path / f"run-{name}", steps, data=data, model=FolderConfig(path=str(folder)),
+        train=TrainConfig(steps=steps, seq_len=128, global_batch_size=2), mesh=MeshConfig(dp_shard=1),
+        eval=EvalConfig(interval=None), checkpoint=CheckpointConfig(interval=2, keep=9), **changes,
+    )
+
+
+def losses(cfg):
+    return [record["loss"] for record in read(Path(cfg.run.dir) / "metrics.jsonl") if "loss" in record]
+
+
+def answer(folder, tmp_path):
+    """Return the ids that transformers generates about an image."""
+    processor = tf.AutoProcessor.from_pretrained(folder, backend="pil")
+    model = tf.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is 1?"}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    inputs = processor(text=[text], images=[Image.open(io.BytesIO(picture(1)))], return_tensors="pt")
+    return model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_a_run_from_a_table_has_the_losses_of_one_from_files_and_resumes(tmp_path):
+    from_files, from_table = config(tmp_path), config(tmp_path, name="chats.parquet")
+    for cfg in (from_files, from_table):
+        trainer.train(cfg)
+    assert losses(from_files) == losses(from_table) and losses(from_files)[-1] < losses(from_files)[0]
+    half = replace(from_files, run=replace(from_files.run, dir=str(tmp_path / "half")), train=replace(from_files.train, steps=2))
+    trainer.train(half)
+    rest = replace(from_files, run=half.run, checkpoint=replace(from_files.checkpoint, resume="auto"))
+    trainer.train(rest)
+    assert losses(rest) == losses(from_files)
+
+
+def test_an_export_answers_about_an_image(tmp_path):
+    cfg = config(tmp_path, "idefics3", steps=2)
+    trainer.train(cfg)
+    sentence = export(cfg, tmp_path / "out", None, merge=False, check=True)
+    assert "AutoModelForImageTextToText" in sentence and "are equal" in sentence
+    assert len(answer(tmp_path / "out", tmp_path)) > 0
+    trained = tf.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    before = tf.AutoModelForImageTextToText.from_pretrained(vision_folder("idefics3"))
+    changed = [n for (n, a), b in zip(trained.named_parameters(), before.parameters()) if not torch.equal(a, b)]
+    assert any("vision_model" in name for name in changed) and any("connector" in name for name in changed)
+
+
+def test_lora_trains_its_terms_alone_and_merges(tmp_path):
+    lora = FolderConfig(path=str(vision_folder()), lora=LoraConfig(rank=2, targets=("q_proj", "v_proj")))
+    cfg = replace(config(tmp_path, steps=2), model=lora)
+    trainer.train(cfg)
+    assert losses(cfg)[0] == pytest.approx(losses_of_full(tmp_path)[0], rel=1e-6)
+    export(cfg, tmp_path / "merged", None, merge=True, check=True)
+    assert len(answer(tmp_path / "merged", tmp_path)) > 0
+
+
+def losses_of_full(tmp_path):
+    cfg = config(tmp_path, steps=2)
+    cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "full")))
+    trainer.train(cfg)
+    return losses(cfg)
+
+
+def test_two_ranks_have_the_losses_of_one(tmp_path):
+    cfg = config(tmp_path, steps=3)
+    cfg = replace(cfg, optim=replace(cfg.optim, eps=1e-3))  # rounding noise would move entries whose gradient is zero
+    trainer.train(cfg)
+    command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", "2", "model=hf", f"model.path={cfg.model.path}",
+               "data=text", f"data.files=[{cfg.data.files[0]}]", "data.chat=true", "data.images_per_row=2",
+               "data.eval_fraction=0", "eval.interval=null", f"data.cache={cfg.data.cache}", "train.steps=3", "train.seq_len=128",
+               "train.global_batch_size=2", "optim.lr=1e-2", "optim.max_norm=1", "optim.eps=1e-3", "optim.betas=[0.9,0.999]", "optim.weight_decay=0", "lower.backend=eager", "mesh.tp=2",
+               "lr_schedule=cosine", "lr_schedule.warmup_steps=2", "lr_schedule.min_ratio=0.1",
+               f"run.dir={tmp_path / 'two'}"]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    two = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "two")))
+    assert losses(two) == pytest.approx(losses(cfg), rel=1e-4)

@@ -1,0 +1,99 @@
+"""Small folders of vision-language models as transformers writes them: random weights, tokenizer, image processor."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from byte_tokenizer import write_tokenizer
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Idefics3Config, LlavaConfig
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+SIDE, PATCH = 16, 4  # pixels
+IMAGE_TOKEN, EXTRA = "<image>", ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>"]
+TEXT: dict[str, Any] = dict(model_type="llama", vocab_size=300, hidden_size=24, intermediate_size=36,
+                            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+                            max_position_embeddings=512, pad_token_id=256, bos_token_id=256, eos_token_id=256)
+SEES: dict[str, Any] = dict(hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
+                            image_size=SIDE, patch_size=PATCH)
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def llava(path: Path) -> Any:
+    """Write the processor of a LLaVA; return its config."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    size = {"height": SIDE, "width": SIDE}
+    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    LlavaProcessor(images, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
+                   num_additional_image_tokens=1, chat_template=TEMPLATE).save_pretrained(path)
+    return LlavaConfig(text_config=TEXT, vision_config={"model_type": "clip_vision_model", **SEES},
+                       image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), vision_feature_layer=-1)
+
+
+def idefics3(path: Path) -> Any:
+    """Write the processor of an Idefics3, which cuts no image into tiles; return its config."""
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    images = Idefics3ImageProcessorPil(size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE},
+                                       do_image_splitting=False)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE).save_pretrained(path)
+    return Idefics3Config(text_config=TEXT, vision_config=SEES, scale_factor=2,
+                          image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+
+
+KINDS = {"llava": llava, "idefics3": idefics3}
+
+
+@functools.cache
+def vision_folder(kind: str = "llava") -> Path:
+    """Return a folder of that kind; tests share it and must not write into it."""
+    torch.manual_seed(0)
+    path = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
+    write_tokenizer(path)
+    add_tokens(path)
+    config = KINDS[kind](path)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path
+
+
+def add_tokens(path: Path) -> None:
+    """Add the special tokens of images to the tokenizer, and the template with image parts."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+    backend.add_special_tokens(EXTRA)
+    backend.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+
+
+def picture(seed: int, size: tuple[int, int] = (20, 18)) -> bytes:
+    """Return a PNG of random colours, of `size` (width, height)."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
