@@ -21,6 +21,7 @@ from compiler_trainer.elastic.engines import place_of_rank
 
 HELP = ("-h", "--help")
 OPTION = re.compile(r"[+~]*[\w.@/-]+", re.ASCII)
+OF_JOBS = ("plan", "compile")  # verbs with the options of a new job that import PyTorch
 WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
 COLLECTED = 200_000  # new objects between two garbage collections: a graph has a million; Python's 700 cost a sixth
 MOST_COLUMNS = 100  # of help, which is read with ease
@@ -75,6 +76,8 @@ def act(arguments: list[str]) -> int | None:
     elif first in HELP:
         print(usage())
     elif first in VERBS:
+        if first in OF_JOBS:
+            check_options(arguments[1:])
         return importlib.import_module(f"compiler_trainer.cli.verbs.{first.replace('-', '_')}").main(arguments[1:])
     elif is_word(first):
         raise no_verb(first)
@@ -86,6 +89,19 @@ def act(arguments: list[str]) -> int | None:
 
         app.main()
     return None
+
+
+def check_options(arguments: list[str]) -> None:
+    """Compose the job among a verb's arguments before its modules import PyTorch, which takes seconds.
+
+    Raises UserError for bad options. Choices in a folder of the user's own are left to the verb.
+    """
+    from compiler_trainer.config.compose import compose, to_config
+    from compiler_trainer.config.jobs import is_job_file
+
+    if not any(argument.startswith("--config-dir") for argument in arguments):
+        words = [word for before, word in zip(["", *arguments], arguments) if not before.startswith("-")]
+        to_config(compose([w for w in words if is_job_file(w) or "=" in w and not w.startswith("-")]))
 
 
 def quoted(arguments: list[str]) -> list[str]:

@@ -59,8 +59,17 @@ def test_options_are_refused_without_importing_torch(option, tmp_path):
     """PyTorch takes most of the time to the message."""
     script = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from compiler_trainer.cli.command import main; main()"
     (tmp_path / "job.yaml").write_text("train: {stepz: 3}")
-    done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, cwd=tmp_path)
+    arguments = [option] if isinstance(option, str) else option
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "False\n") and done.stderr.startswith("error: "), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    ["plan", "optm.lr=1", "cluster.gpus=8"], ["plan", "mesh.tp=2", "--vary", "train.seq_len=1,2", "job.yaml"],
+    ["compile", "--out", "programs=1", "optim=lion"],
+])  # fmt: skip
+def test_verbs_refuse_options_without_importing_torch(arguments, tmp_path):
+    test_options_are_refused_without_importing_torch(arguments, tmp_path)
 
 
 def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
