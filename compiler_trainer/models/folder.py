@@ -9,7 +9,7 @@ import importlib
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -251,10 +251,13 @@ def plain(module: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | None:
+def stored_values(
+    cfg: FolderConfig, module: nn.Module, remark: Callable[[str], None] = lambda line: None
+) -> dict[str, Stored] | None:
     """Return the folder's values by the names of parameters (the first name of tied ones) and buffers.
 
-    Returns None with `init` random. Raises UserError naming tensors that are missing, unexpected, or of another shape.
+    Returns None with `init` random. `remark` gets a line on heads of another kind, which are left out. Raises UserError
+    naming tensors that are missing, unexpected, or of another shape.
     """
     if cfg.init != "weights":
         return None
@@ -271,8 +274,11 @@ def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | N
     missing = [name for name, _ in expected.values() if name not in values]
     heads = heads_of(model) if cfg.head != "lm" else []  # one that is missing is drawn, one of another kind is left out
     refuse(folder, "lacks", unmatched(missing, [*absent(model), *heads]), "the config.json belongs to another model")
-    unexpected = unmatched(available, [*ignored(model), *heads])
-    refuse(folder, "holds", unexpected, "which the model of its config.json does not have")
+    unexpected = unmatched(available, ignored(model))
+    others = unmatched(unexpected, heads)
+    refuse(folder, "holds", others, "which the model of its config.json does not have")
+    if left_out := [name for name in unexpected if name not in others]:
+        remark(f"left out of {folder}, whose head is another: {', '.join(left_out)}")
     return values
 
 

@@ -118,7 +118,8 @@ def of_folder(model: FolderConfig, cfg: Config, dtype: torch.dtype, sees: bool =
     A head of scores has `data.labels`.
     """
     module = folder.build(model, dtype, cfg.data.labels, sees)
-    config, stored = folder.plain(module).config, folder.stored_values(model, module)
+    remarks: list[str] = []
+    config, stored = folder.plain(module).config, folder.stored_values(model, module, remarks.append)
     quantized = folder.quantize(module, model.quantize)
     text = config.get_text_config()
     way = way_of(model.attention, text, not cfg.loss)
@@ -131,7 +132,7 @@ def of_folder(model: FolderConfig, cfg: Config, dtype: torch.dtype, sees: bool =
         flops_per_token=partial(flops.of_folder, text, module),
         vocab_size=text.vocab_size,
         has_weights=stored is not None,
-        remarks=tuple(filter(None, [remark_on(way, text), quantized])),
+        remarks=tuple(filter(None, [*remarks, remark_on(way, text), quantized])),
     )
 
 

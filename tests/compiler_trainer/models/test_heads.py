@@ -180,3 +180,10 @@ def test_negatives_are_those_of_the_global_batch(count, pooling, mesh):
     for result, expected in zip(train_step(step, data), metrics, strict=True):
         assert_same({name: result[name] for name in expected}, expected, EXACT)
     assert_same(step.state_dict(), state, EXACT)
+
+
+@pytest.mark.parametrize(("head", "lines"), [("lm", 0), ("score", 1), ("none", 1)])
+def test_a_head_that_is_left_out_is_named(head, lines):
+    cfg, remarks = FolderConfig(str(folders.folder("llama")), head=head), []
+    folder.stored_values(cfg, folder.build(cfg, None), remarks.append)
+    assert len(remarks) == lines and all(line.endswith("whose head is another: lm_head.weight") for line in remarks)
