@@ -116,7 +116,7 @@ FEATURES = {
         Feature(
             "conversations with images",
             f"model=hf model.path=FOLDER {TEXT} data.chat=true data.images_per_row=2",
-            "tests/compiler_trainer/data/test_pictures.py",
+            "tests/compiler_trainer/data/test_images_of_records.py",
         ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
