@@ -113,6 +113,11 @@ FEATURES = {
             f"model=hf model.path=FOLDER model.head=none loss=embed {TEXT} data.records=passages",
             "tests/compiler_trainer/models/test_heads.py",
         ),
+        Feature(
+            "distillation from a teacher of transformers",
+            f"model=hf model.path=FOLDER loss=distill loss.teacher=FOLDER {TEXT} data.chat=true",
+            "tests/compiler_trainer/models/test_distill.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(
