@@ -118,6 +118,11 @@ FEATURES = {
             f"model=hf model.path=FOLDER {TEXT} data.chat=true data.images_per_row=2",
             "tests/compiler_trainer/data/test_images_of_records.py",
         ),
+        Feature(
+            "distillation from a teacher of transformers",
+            f"model=hf model.path=FOLDER loss=distill loss.teacher=FOLDER {TEXT} data.chat=true",
+            "tests/compiler_trainer/models/test_distill.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(

@@ -16,7 +16,7 @@ from compiler_trainer.config.validate import stated, validate
 from compiler_trainer.data.datasets import Datasets, check_vocabulary, datasets_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
-from compiler_trainer.runs.saved import from_newest, options_of, trained_model
+from compiler_trainer.runs.saved import from_newest, options_of, with_trained_values
 from compiler_trainer.training.prepare import move_data
 from compiler_trainer.training.trainer import peek
 
@@ -44,8 +44,8 @@ def at_checkpoint(run: Path, overrides: Sequence[str]) -> Case:
     datasets, stored = read(cfg), from_newest(cfg, opened)
     assert stored is not None
     move_data(datasets, stored)
-    trained, model = trained_model(cfg)
-    return Case(cfg, trained, model.train(), peek(datasets.train))
+    trained = subject(cfg)
+    return Case(cfg, trained, with_trained_values(cfg, trained).train(), peek(datasets.train))
 
 
 def on_its_ranks(cfg: Config) -> Config:

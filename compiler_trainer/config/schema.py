@@ -360,9 +360,25 @@ class EmbedConfig(HeadLossConfig):
     records: ClassVar[tuple[str, ...]] = ("passages", "triplets")
 
 
-LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | HeadLossConfig]] = {
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation (arXiv:1503.02531): the divergence between the next-token distributions of a teacher and the model.
+
+    The loss is (1 - ce_weight) * temperature^2 * divergence + ce_weight * cross-entropy, a mean of
+    tokens with labels. The teacher has the model's tokenizer. It is sharded like the model, and is in no checkpoint.
+    """
+
+    name: Literal["distill"]  # the built-in loss
+    teacher: str = ""  # the teacher's folder, also s3://bucket/folder, or a model of the hub, as model.path
+    divergence: Literal["forward", "reverse"] = "forward"  # KL(teacher || model), or KL(model || teacher)
+    temperature: PositiveFloat = 1.0  # logits of both are divided by it
+    ce_weight: OpenFraction = 0.0  # share of the cross-entropy of the labels in the loss
+
+
+LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | DistillConfig | HeadLossConfig]] = {
     **PREFERENCE_LOSSES,
     "grpo": GrpoConfig,
+    "distill": DistillConfig,
     "reward": RewardConfig,
     "classify": ClassifyConfig,
     "embed": EmbedConfig,
@@ -378,7 +394,7 @@ def kind_of_loss(value: Any) -> Any:
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
-Loss = Annotated[PreferenceConfig | GrpoConfig | HeadLossConfig | Own, Chosen(kind_of_loss)]
+Loss = Annotated[PreferenceConfig | GrpoConfig | DistillConfig | HeadLossConfig | Own, Chosen(kind_of_loss)]
 Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 

@@ -17,6 +17,7 @@ from compiler_trainer.config.schema import (
     PLAIN_HEADS,
     Config,
     DataConfig,
+    DistillConfig,
     EmbedConfig,
     ExpertsConfig,
     FolderConfig,
@@ -190,6 +191,24 @@ ROLLOUT_CHECKS: Checks = (
         "run.elastic",
         lambda c: not c.has_rollouts or not c.run.elastic,
         "true with loss=grpo, which does not go on without a rank; set it to false",
+    ),
+)
+
+DISTILL_CHECKS: Checks = (
+    (
+        "loss.teacher",
+        lambda c: not isinstance(c.loss, DistillConfig) or bool(c.loss.teacher),
+        "names no model; give the folder of a larger model, as loss.teacher=Qwen/Qwen3-8B",
+    ),
+    (
+        "loss.name",
+        lambda c: not isinstance(c.loss, DistillConfig) or isinstance(c.model, FolderConfig),
+        "distill compares a model of transformers with its teacher; set model=hf model.path=FOLDER",
+    ),
+    (
+        "data.pairs",
+        lambda c: not isinstance(c.loss, DistillConfig) or not c.data.pairs,
+        "true with loss=distill, which learns from texts and conversations; set it to false",
     ),
 )
 
@@ -367,6 +386,7 @@ CHECKS: Checks = (
         "{c.loss.name} compares two answers; set data.pairs=true, data.chat=true",
     ),
     *ROLLOUT_CHECKS,
+    *DISTILL_CHECKS,
     *HEAD_CHECKS,
     (
         "data.packing",

@@ -31,17 +31,33 @@ def of_decoder(cfg: ModelConfig, module: Llama, seq_len: int) -> int:
 
 def of_folder(config: Any, module: nn.Module, seq_len: int) -> int:
     """Return the FLOPs per token of a model that transformers built from `config`; without attention: of weights."""
-    sizes = {name: vars(config).get(config.attribute_map.get(name, name)) for name in SIZES}
-    weights, heads = of_weights(module, sizes["num_experts_per_tok"] or 1), sizes["num_attention_heads"]
+    sizes = sizes_of(config)
+    return of_weights(module, sizes["num_experts_per_tok"] or 1) + of_attention(config, sizes, seq_len)
+
+
+def forward_of_folder(config: Any, module: nn.Module, seq_len: int) -> int:
+    """Return the FLOPs per token of the forward of such a model, all of whose weights are frozen."""
+    sizes = sizes_of(config)
+    return of_weights(module, sizes["num_experts_per_tok"] or 1) // 2 + of_attention(config, sizes, seq_len) // 3
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Return the sizes that FLOPs depend on, None for those that a model does not have."""
+    return {name: vars(config).get(config.attribute_map.get(name, name)) for name in SIZES}
+
+
+def of_attention(config: Any, sizes: dict[str, Any], seq_len: int) -> int:
+    """Return the FLOPs per token of the products of queries, keys and values; 0 without attention."""
+    heads = sizes["num_attention_heads"]
     if not heads or not sizes["num_hidden_layers"]:
-        return weights
+        return 0
     head_dim = sizes["head_dim"] or config.hidden_size // heads
     if sizes["qk_nope_head_dim"]:  # latent attention, whose `head_dim` is the rotated part alone
         head_dim = (sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"] + sizes["v_head_dim"]) / 2
     window = min(sizes["sliding_window"] or sizes["attention_chunk_size"] or seq_len, seq_len)
     keys = {"linear_attention": 0, "conv": 0, "moe": 0, "sliding_attention": window, "chunked_attention": window}
     layers = sizes["layer_types"] or sizes["num_hidden_layers"] * ["full_attention"]
-    return weights + int(12 * heads * head_dim * sum(keys.get(layer, seq_len) for layer in layers))
+    return int(12 * heads * head_dim * sum(keys.get(layer, seq_len) for layer in layers))
 
 
 def of_weights(module: nn.Module, experts_taken: int = 1) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig
+from compiler_trainer.config.schema import Config, DistillConfig, FolderConfig
 from compiler_trainer.models.weights import INDEX, files_of
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
@@ -24,6 +24,13 @@ def folder_of(cfg: Config) -> FolderConfig:
     is_complete = has_weights if with_weights else has_config
     path = folder_here("model.path", cfg.model.path, patterns, cache_of(cfg.data), is_complete)
     return replace(cfg.model, path=str(path))
+
+
+def teacher_of(cfg: Config) -> FolderConfig:
+    """Return the options of a distillation's teacher, with the folder of its files as their path."""
+    assert isinstance(cfg.loss, DistillConfig) and isinstance(cfg.model, FolderConfig)
+    path = folder_here("loss.teacher", cfg.loss.teacher, BESIDE + WEIGHTS, cache_of(cfg.data), has_weights)
+    return FolderConfig(path=str(path), attention=cfg.model.attention)
 
 
 def has_config(folder: Path) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     Config,
+    DistillConfig,
     FolderConfig,
     GrpoConfig,
     HeadLossConfig,
@@ -22,12 +25,12 @@ from compiler_trainer.config.schema import (
     PreferenceConfig,
 )
 from compiler_trainer.config.targets import name_of
-from compiler_trainer.models import flops, folder, llama, user, vision
+from compiler_trainer.models import distill, flops, folder, llama, user, vision
 from compiler_trainer.models.grpo import grpo_loss
 from compiler_trainer.models.heads import LOSSES
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, loss_with_further_tokens, outputs
-from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.place import folder_of, teacher_of
 from compiler_trainer.models.preference import judged_loss, preference_loss
 from compiler_trainer.models.probes import remark_on, way_of
 from compiler_trainer.models.processor import processor_of
@@ -41,7 +44,8 @@ class Subject:
     `initial` yields the names and values of parameters and buffers; `logits` computes [B, T, V], or the outputs of
     another head (`model.head`), for a batch with a module that has values; `flops_per_token` gives the FLOPs of a token
     in a sequence of T tokens. `vocab_size` is None if only the module knows it. A model that `has_weights` was trained
-    before. `remarks` are lines for the start of a run.
+    before. `remarks` are lines for the start of a run. `teacher` has the names, in a checkpoint, of a teacher's
+    parameters and buffers, which are part of the module but in no checkpoint.
     """
 
     name: str
@@ -53,11 +57,13 @@ class Subject:
     vocab_size: int | None = None
     has_weights: bool = False
     remarks: tuple[str, ...] = ()
+    teacher: frozenset[str] = frozenset()
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that are not trained, by their names in a checkpoint."""
-        return frozenset(f"model.{name}" for name, p in self.module.named_parameters() if not p.requires_grad)
+        """The parameters that are not trained, and all of the teacher, by their names in a checkpoint."""
+        names = (name for name, p in self.module.named_parameters() if not p.requires_grad)
+        return self.teacher | {f"model.{name}" for name in names}
 
 
 def named(model: Any) -> str:
@@ -65,17 +71,21 @@ def named(model: Any) -> str:
     return name_of(model) if isinstance(model, Mapping) else getattr(model, "path", model.name)
 
 
-def subject(cfg: Config) -> Subject:
-    """Return the model that `cfg` trains, with parameters of `train.dtype`; raise UserError if it cannot be built."""
+def model_of(cfg: Config) -> Subject:
+    """Return the model of `cfg` with the loss of its kind, next-token cross-entropy; raise UserError as `subject`."""
     dtype: torch.dtype = getattr(torch, cfg.train.dtype)
     if isinstance(cfg.model, ModelConfig):
-        base = of_decoder(cfg.model, dtype, cfg.train.seed)
-    elif isinstance(cfg.model, FolderConfig):
+        return of_decoder(cfg.model, dtype, cfg.train.seed)
+    if isinstance(cfg.model, FolderConfig):
         of_kind = of_seeing_folder if cfg.data.images_per_row else of_folder
-        base = of_kind(folder_of(cfg), cfg, dtype)
-    else:
-        base = of_ones_own(cfg.model, dtype, cfg.train.seed)
-    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | HeadLossConfig):
+        return of_kind(folder_of(cfg), cfg, dtype)
+    return of_ones_own(cfg.model, dtype, cfg.train.seed)
+
+
+def subject(cfg: Config) -> Subject:
+    """Return the model that `cfg` trains, with parameters of `train.dtype`; raise UserError if it cannot be built."""
+    base = model_of(cfg)
+    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | DistillConfig | HeadLossConfig):
         check_no_balance(base.module, cfg.loss.name)
     if isinstance(cfg.loss, KtoConfig) and cfg.data.records == "answers":
         return replace(base, loss=partial(judged_loss, base.logits, cfg.loss))
@@ -85,7 +95,35 @@ def subject(cfg: Config) -> Subject:
         return replace(base, loss=partial(grpo_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, HeadLossConfig):
         return replace(base, loss=partial(LOSSES[cfg.loss.name], base.logits, cfg.loss))
+    if isinstance(cfg.loss, DistillConfig):
+        return with_teacher(base, cfg)
     return replace(base, loss=user.loss_of(cfg.loss)) if cfg.loss else base
+
+
+def with_teacher(base: Subject, cfg: Config) -> Subject:
+    """Return the model with the teacher of `loss.teacher` inside; raise UserError if their vocabularies differ."""
+    assert isinstance(cfg.loss, DistillConfig)
+    options, name = teacher_of(cfg), cfg.loss.teacher
+    try:
+        as_model = replace(cfg, model=replace(options, path=name))
+        teacher = of_folder(options, as_model, getattr(torch, cfg.train.dtype))
+    except UserError as error:
+        place = "loss.teacher" if error.place == "model.path" else error.place
+        raise UserError(place, error.message) from error
+    sizes = base.vocab_size or 0, teacher.vocab_size or 0
+    distill.check_vocabulary(Path(folder_of(cfg).path), Path(options.path), sizes, name)
+    module, config = distill.with_teacher(base.module, teacher.module), folder.plain(teacher.module).config
+    return replace(
+        base,
+        name=f"{base.name}, with the teacher {teacher.name}",
+        module=module,
+        loss=partial(distill.distillation_loss, base.logits, teacher.logits, cfg.loss),
+        initial=lambda: chain(base.initial(), distill.named(teacher.initial())),
+        flops_per_token=lambda length: base.flops_per_token(length)
+        + flops.forward_of_folder(config, teacher.module, length),
+        remarks=(*base.remarks, *teacher.remarks),
+        teacher=frozenset(f"model.{name}" for name in distill.state_names(module)),
+    )
 
 
 def check_no_balance(module: nn.Module, loss: str) -> None:

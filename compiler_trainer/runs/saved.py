@@ -23,7 +23,7 @@ from compiler_trainer.config.files import CONF
 from compiler_trainer.config.options import unknown
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
-from compiler_trainer.models.subject import Subject, subject
+from compiler_trainer.models.subject import Subject, model_of
 from compiler_trainer.training.checkpoints import checkpoints_of, first_whole
 
 T = TypeVar("T")
@@ -127,21 +127,26 @@ def check_names(names: Iterable[str], trained: Subject) -> None:
 
 
 def untrained_model(cfg: Config) -> tuple[Subject, nn.Module]:
-    """Return the subject, and its module with the values that training would start from, in eval mode, on the CPU."""
-    untrained = subject(cfg)
+    """Return the model, and its module with the values that training would start from, in eval mode, on the CPU."""
+    untrained = model_of(cfg)
     return untrained, fill(untrained.module, ((name, value[()]) for name, value in untrained.initial())).eval()
 
 
 def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Module]:
-    """Return the subject, and its module with the values of the newest checkpoint, in eval mode, on the CPU.
+    """Return the model, without a teacher, and its module as `with_trained_values` returns it."""
+    trained = model_of(cfg)
+    return trained, with_trained_values(cfg, trained, averaged)
+
+
+def with_trained_values(cfg: Config, trained: Subject, averaged: bool = False) -> nn.Module:
+    """Return a subject's module with the values of the newest checkpoint, in eval mode, on the CPU.
 
     With `averaged` these are the averages of weights. Raises UserError if there are none.
     """
-    trained = subject(cfg)
     values = from_newest(cfg, checkpoint.read_averaged if averaged else checkpoint.read_model)
     assert values is not None
     check_names(values, trained)
     # frozen parameters are not in the checkpoint
     if any(name not in values for name, _ in trained.module.named_parameters()):
         values = {name: value[()] for name, value in trained.initial() if name not in values} | values
-    return trained, fill(trained.module, values.items()).eval()
+    return fill(trained.module, values.items()).eval()

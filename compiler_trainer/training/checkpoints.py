@@ -269,12 +269,16 @@ def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     if not cfg.checkpoint.saves:
         yield Save(cfg, None)
         return
-    excluded = frozenset() if cfg.checkpoint.frozen else trained.frozen
-    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, excluded, say) as saver:
+    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, left_out(cfg, trained), say) as saver:
         announce(f"checkpoints {save_times(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
         if cfg.checkpoint.store:
             announce(f"each is copied to {cfg.checkpoint.store}")
         yield Save(cfg, saver)
+
+
+def left_out(cfg: Config, trained: Subject) -> frozenset[str]:
+    """Return the names of the state that checkpoints do not store, because it is read from its origin again."""
+    return trained.teacher if cfg.checkpoint.frozen else trained.frozen
 
 
 @contextmanager
@@ -284,8 +288,7 @@ def snapshots(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     if folder is None:
         yield Save(cfg, None)
         return
-    excluded = frozenset() if cfg.checkpoint.frozen else trained.frozen
-    with Saver(step, folder, CheckpointConfig(keep=1, resume="auto"), excluded, say) as saver:
+    with Saver(step, folder, CheckpointConfig(keep=1, resume="auto"), left_out(cfg, trained), say) as saver:
         yield Save(cfg, saver)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.sampling import Sampling, check_prompt, continued, in_use
 from compiler_trainer.models.skeleton import fill
-from compiler_trainer.models.subject import Subject
+from compiler_trainer.models.subject import Subject, model_of
 from compiler_trainer.step.ranks import from_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.callbacks import Callback, Run
@@ -123,6 +123,7 @@ class Samples(Callback):
 
     def __init__(self, cfg: Config, trained: Subject, loggers: Sequence[Logger]):
         self.cfg, self.trained, self.tokenizer, self.lines = cfg, trained, tokenizer_of(cfg.data), SampleLines()
+        self.module = model_of(cfg).module if trained.teacher else trained.module
         self.boards = [logger for logger in loggers if isinstance(logger, TensorBoard)]
         self.prompts = {text: prompt_of(text, cfg.data.chat, self.tokenizer) for text in cfg.eval.prompts}
         for prompt in self.prompts.values():
@@ -135,10 +136,10 @@ class Samples(Callback):
 
     def on_evaluation(self, run: Run, record: Record) -> None:
         """Gather the model on rank 0 and generate there."""
-        weights = on_rank_0(run.step, run.rank)
+        weights = on_rank_0(run.step, run.rank, self.trained.teacher)
         if run.rank != 0:
             return
-        module = fill(copy.deepcopy(self.trained.module), weights.items())
+        module = fill(copy.deepcopy(self.module), weights.items())
         model = in_use(self.cfg, module, device_with_room(run.step.device, weights))
         texts = {text: self.continuation(model, prompt) for text, prompt in self.prompts.items()}
         self.tell(int(record["step"]), [{"prompt": prompt, "text": text} for prompt, text in texts.items()])
@@ -164,10 +165,13 @@ class Samples(Callback):
             self.lines.close(False)
 
 
-def on_rank_0(step: Step, rank: int) -> dict[str, Tensor]:
-    """Return full parameters and buffers in host memory on rank 0, an empty dict elsewhere; all ranks must call it."""
+def on_rank_0(step: Step, rank: int, left_out: Set[str] = frozenset()) -> dict[str, Tensor]:
+    """Return full parameters and buffers in host memory on rank 0, an empty dict elsewhere; all ranks must call it.
+
+    Those in `left_out` are not gathered.
+    """
     weights = {}
-    for name in (name for name in step.state if name.startswith(MODEL)):
+    for name in (name for name in step.state if name.startswith(MODEL) and name not in left_out):
         full = step.whole(name)
         if rank == 0:
             weights[name.removeprefix(MODEL)] = full.to("cpu", copy=True)

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from passes.ir import ir
 from passes.ir.layout import entries
-from passes.ir.spec import Spec
+from passes.ir.spec import Factor, Spec
 from passes.ops import reshard
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
@@ -256,6 +256,23 @@ def flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> i
     return 2 * math.prod(hidden) * weight[0]
 
 
+def class_ids(
+    builder: Builder, factor: Factor, device: torch.device
+) -> tuple[fx.Node, tuple[tuple[str, int], ...], bool]:
+    """Insert a rank's class ids, i64[c], -1 for padding, from the dim of classes.
+
+    Return them, the axes whose ranks share the classes, with sizes, and True if some classes are padding.
+    """
+    padded, at = factor.padded(builder.mesh), builder.at(factor)
+
+    def ids(*places: Tensor) -> Tensor:
+        index, valid = entries(factor, builder.mesh, dict(zip(at, places)), device)
+        return torch.where(valid, index, -1) if padded else index
+
+    axes = tuple((axis, builder.mesh[axis]) for axis in factor.axes)
+    return builder.trace(ids, *at.values()), axes, padded
+
+
 def emit(
     kind: type[Head],
     local: Callable[..., Any],
@@ -270,17 +287,10 @@ def emit(
     between, ignored, chunks = node.args[4:]
     labels = builder.fill_padding(labels, specs[2], float(ignored))  # type: ignore[arg-type]
     (factor,) = specs[1].dims[0]
-    padded, device, at = factor.padded(builder.mesh), ir.example(weight).device, builder.at(factor)
-
-    def ids(*places: Tensor) -> Tensor:
-        index, valid = entries(factor, builder.mesh, dict(zip(at, places)), device)
-        return torch.where(valid, index, -1) if padded else index
-
-    axes = tuple((axis, builder.mesh[axis]) for axis in factor.axes)
+    numbers, axes, padded = class_ids(builder, factor, ir.example(weight).device)
     key = kind(tuple(between), ignored, chunks, axes, padded), bool(bias)  # type: ignore[arg-type]
     if key not in builder.operators:
         builder.operators[key] = local(*key)
-    numbers = builder.trace(ids, *at.values())
     outputs = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
     return builder.call(operator.getitem, (outputs, 0))
 

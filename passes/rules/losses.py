@@ -15,7 +15,9 @@ aten = torch.ops.aten
 SUM = 2  # aten's code for reduction="sum"
 LINEAR_CROSS_ENTROPY = "ct::linear_cross_entropy"  # emitter in `passes/memory/chunked.py`
 LINEAR_CROSS_ENTROPIES = "ct::linear_cross_entropies"  # one loss a token; emitter in `passes/memory/chunked_tokens.py`
-IN_CHUNKS = (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPIES)
+LINEAR_DIVERGENCES = "ct::linear_divergences"  # of two heads; emitter in `passes/memory/chunked_divergence.py`
+CROSS_ENTROPIES = (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPIES)
+IN_CHUNKS = (*CROSS_ENTROPIES, LINEAR_DIVERGENCES)
 
 
 def cross_entropy_loss(node: fx.Node) -> Rule:
@@ -69,6 +71,26 @@ def linear_cross_entropy(node: fx.Node) -> Rule:
     )
 
 
+def linear_divergences(node: fx.Node) -> Rule:
+    """Make the rule of hidden[n, d], weight[c, d], theirs[n, e], their_weight[c, e] -> divergences[n].
+
+    Padding tokens have finite divergences, of any value.
+    """
+    hidden, weight, theirs, _ = tensor_operands(node)
+    (n, d), c, e = ir.example(hidden).shape, ir.example(weight).shape[0], ir.example(theirs).shape[1]
+    tokens, classes, features, their_features = ("n",), ("c",), ("d",), ("e",)
+    return Rule(
+        ((tokens, features), (classes, features), (tokens, their_features), (classes, their_features)),
+        ((tokens,),),
+        {"n": n, "c": c, "d": d, "e": e},
+        {"c": "sum"},
+        whole=frozenset("de"),
+        pad_safe={0: 0.0, 2: 0.0},
+        emit=emit_of(LINEAR_DIVERGENCES),
+    )
+
+
 def rules() -> dict[str, RuleMaker]:
     """Return operator name -> rule, for losses."""
-    return {"cross_entropy_loss": cross_entropy_loss, **dict.fromkeys(IN_CHUNKS, linear_cross_entropy)}
+    in_chunks = {**dict.fromkeys(CROSS_ENTROPIES, linear_cross_entropy), LINEAR_DIVERGENCES: linear_divergences}
+    return {"cross_entropy_loss": cross_entropy_loss, **in_chunks}

@@ -126,8 +126,8 @@ class _Finder:
                 self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
             return
         if name_of(node) in IN_CHUNKS:
-            _, weight, _, *bias = tensor_operands(node)
-            for operand in (weight, *bias):
+            _, weight, _, *others = tensor_operands(node)  # a bias, or the weight of another head
+            for operand in (weight, *others):
                 if self.root(operand) is not None:
                     self.split(operand, Blocks(0, 1, ir.example(operand).shape[0], 1), None)
             return

@@ -60,12 +60,14 @@ RUNS = {
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
     "runs/seen": "tuned", "runs/seen_lora": "lora",
     "runs/reward": "reward", "runs/classes": "classes", "runs/embed": "embed",
+    "runs/distilled": "distilled",
 }
 
 
-HEADS = {  # runs of models with other heads
+HEADS = {  # runs of models with other heads, or with a teacher
     "reward": ("recipe=reward", "data.files=[pairs.jsonl]"),
     "embed": ("recipe=embed", "data.files=[queries.jsonl]"),
+    "distilled": ("recipe=distill", "loss.teacher=teacher", "data.files=[chats.jsonl]", "data.chat=true"),
     "classes": ("recipe=classify", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
 }
 
@@ -94,7 +96,8 @@ def furnish(folder: Path) -> None:
     tokenizer().save(str(folder / "qwen/tokenizer.json"))
     (folder / "qwen/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
-    shutil.copytree(folder / "qwen", folder / "smol")
+    for name in ("smol", "teacher"):
+        shutil.copytree(folder / "qwen", folder / name)
     shutil.copytree(vision_folder(), folder / "llava")
     (folder / "photos").mkdir()
     (folder / "photos/1.jpg").write_bytes(picture(1))

@@ -14,7 +14,14 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.descriptions import choices_of, comments, source_of, summary
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, spelled
-from compiler_trainer.config.schema import Config, FolderConfig, HeadLossConfig, ModelConfig, PreferenceConfig
+from compiler_trainer.config.schema import (
+    Config,
+    DistillConfig,
+    FolderConfig,
+    HeadLossConfig,
+    ModelConfig,
+    PreferenceConfig,
+)
 
 PATH = "model.path=Qwen/Qwen3-0.6B"
 EXAMPLES = {  # data for a model's folder, by their kind
@@ -24,6 +31,7 @@ EXAMPLES = {  # data for a model's folder, by their kind
     "classes": ("data=text", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
     "passages": ("data=text", "data.files=[queries.jsonl]"),
     "answers": ("data=text", "data.files=[answers.jsonl]"),
+    "taught": ("data=text", "data.files=[chats.jsonl]", "data.chat=true", "loss.teacher=Qwen/Qwen3-8B"),
 }
 TEXT = ("data=text", "data.files=[books]", "data.tokenizer=FOLDER/tokenizer.json")
 MODEL = "model: llama3_8b  # or one of: "  # of a recipe for any model
@@ -79,7 +87,7 @@ def placeholders(recipe: str) -> tuple[str, ...]:
             raise
     cfg = to_config(compose([f"recipe={recipe}", PATH]))
     kind = "prompts" if cfg.has_rollouts else "pairs" if cfg.data.pairs else cfg.data.records
-    return PATH, *EXAMPLES[kind]
+    return PATH, *EXAMPLES["taught" if isinstance(cfg.loss, DistillConfig) else kind]
 
 
 def names(cfg: Config) -> Iterator[str]:
@@ -93,7 +101,7 @@ def names(cfg: Config) -> Iterator[str]:
         yield "data.chat" if cfg.data.chat else "data.tokenizer"
     yield from ("data.labels" for _ in range(bool(cfg.data.labels)))
     yield from ("rewards" for _ in range(cfg.has_rollouts))
-    if isinstance(cfg.loss, PreferenceConfig | HeadLossConfig):
+    if isinstance(cfg.loss, PreferenceConfig | DistillConfig | HeadLossConfig):
         yield from (f"loss.{name}" for name in comments(type(cfg.loss)) if name != "name")
     yield from USUAL
 
