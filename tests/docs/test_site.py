@@ -63,6 +63,7 @@ def test_no_page_asks_another_server(site):
         assert not loads.findall(file.read_text()), file
 
 
+@pytest.mark.full
 def test_a_broken_link_anchor_or_an_unlisted_page_fails(tmp_path):
     for folder in ("docs", "passes", "compiler_trainer", "tools/site"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -151,7 +151,7 @@ def reviews(count=60):
     return [{"text": f"{'so ' * (i % 4)}{word}", "label": label} for i in range(count // 3) for word, label in WORDS.items()]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), (LORA,)], ids=str)
 def test_a_classifier_learns_and_transformers_classifies_alike(options, place):
     write("reviews.jsonl", reviews())
