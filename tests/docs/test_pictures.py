@@ -10,7 +10,7 @@ from passes.torch_private import VERSION
 from tools import screens
 
 LARGEST_BYTES = 300_000
-SLOW = ("plan", "sweep")
+SLOW = ("plan", "sweep", "run", "overview")
 NAMES = [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in screens.SCREENS]
 
 

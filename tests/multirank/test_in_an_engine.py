@@ -62,6 +62,7 @@ def losses(size, folder, port):
     return json.loads(line.removeprefix("LOSSES"))
 
 
+@pytest.mark.full
 def test_a_thread_of_workers_that_have_a_group_trains_on_one_mesh_after_another(tmp_path):
     alone, together = (losses(size, tmp_path, free_port()) for size in (1, 2))
     assert together[:3] == pytest.approx(alone[:3], rel=1e-5) and alone[3] == together[3] == "run.dir"

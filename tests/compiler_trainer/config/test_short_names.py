@@ -119,6 +119,7 @@ def test_python_takes_them():
         composed({"train": {"precision": "bf16"}, "passes": {"cast": {"param_dtype": "float32"}}})
 
 
+@pytest.mark.full
 def test_a_sweep_over_them(tmp_path, capfd):
     """Hydra chooses, so each point is composed of one of the choices."""
     points = ["train.precision=bf16,fp32", "train.steps=1", "data=synthetic", "lower.backend=eager", "checkpoint.interval=null"]
@@ -127,6 +128,10 @@ def test_a_sweep_over_them(tmp_path, capfd):
     dtypes = [path.read_text().partition("param_dtype: ")[2].partition("\n")[0] for path in folders]
     assert dtypes == ["bfloat16", "float32"]
     assert "train.precision" in capfd.readouterr().out
+
+
+def test_hydra_chooses_the_points_of_a_sweep():
+    assert short_names.replaced(["train.precision=bf16,fp32", "train.steps=1"]) == ["+train/precision=bf16,fp32", "train.steps=1"]
 
 
 def test_help_has_them(capfd):

@@ -90,7 +90,7 @@ def plain_reward(center, model, batch):
     return loss + center * torch.mean((chosen + rejected) ** 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
 @pytest.mark.parametrize("center, margins", [(0.0, False), (0.1, True)])
 def test_rewards_train_as_those_of_transformers(center, margins, mesh, microbatches):
@@ -117,7 +117,7 @@ def plain_classes(model, batch):
     return torch.stack(losses).mean()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
 @pytest.mark.parametrize("count", [2, 3])
 def test_classes_train_as_those_of_transformers(count, mesh, microbatches):
@@ -169,7 +169,7 @@ def plain_embeddings(count, pooling, model, batch):
     return -(exponents.diagonal() / exponents.sum(1)).log().mean()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"dp_shard": 2, "cp": 2}, {"tp": 2}, {"cp": 3}, {"pp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 @pytest.mark.parametrize("count, pooling", [(2, "mean"), (3, "last")])
 def test_negatives_are_those_of_the_global_batch(count, pooling, mesh):

@@ -208,6 +208,7 @@ def job(model, *options):
     return ["recipe=qlora", f"model.path={model}", "data=text", "data.chat=true", files, *sizes, *options]
 
 
+@pytest.mark.full
 def test_a_job_trains_says_what_is_quantized_and_exports(model, tmp_path, capsys):
     assert call(*job(model, f"run.dir={tmp_path / 'run'}", "eval.prompts=[hi]", "passes.cast.param_dtype=bfloat16")) == 0
     output = capsys.readouterr().out

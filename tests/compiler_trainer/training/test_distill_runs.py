@@ -82,6 +82,7 @@ def test_samples_while_training_are_of_the_student(place):
     assert (place / "run/samples.jsonl").read_text().count('"prompt"') == 1
 
 
+@pytest.mark.full
 def test_a_student_that_equals_its_teacher_has_no_loss(place):
     for divergence in ("forward", "reverse"):
         options = ("loss.teacher=small", f"loss.divergence={divergence}", "train.steps=1", "eval.interval=null", "checkpoint.keep_best=0")

@@ -256,7 +256,7 @@ def embedded(folder, texts, pooling):
     return (pooled / pooled.norm(dim=1, keepdim=True)).detach()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("records, pooling, options", [("passages", "mean", ()), ("triplets", "last", (LORA,))], ids=str)
 def test_embeddings_find_their_passages_and_transformers_embeds_alike(records, pooling, options, place):
     write("queries.jsonl", queries(query="anchor" if records == "triplets" else "query"))

@@ -45,7 +45,7 @@ def test_the_operator_is_what_pytorch_computes(taken):
 @pytest.mark.parametrize(("ranks", "fill"), [(2, 0.0), (3, None), (4, None)])
 @pytest.mark.parametrize("weights", [(), (1, 3)])
 @pytest.mark.parametrize("taken", [forward, reverse])
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_the_rule_by_value(ranks, fill, weights, taken):
     """Shard each dim of each operand, evenly and unevenly, with padding of zeros and of garbage."""
     for axis in ("tp", "dp_shard"):
