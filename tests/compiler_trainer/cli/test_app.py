@@ -78,6 +78,7 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
 DOCUMENTS = "model.attention=documents"
 PAIRS = ("data=text", "data.files=[a]", "data.tokenizer=T", "data.chat=true", "data.pairs=true", DOCUMENTS)
 
+OF_FOLDER = ("model=hf", "model.path=folder")
 ROLLOUTS = (
     "data=prompts", "loss=grpo", "data.prompts=[a.jsonl]", "rewards=[my.right]", "data.eval_fraction=0", "eval.interval=null",
     "train.global_batch_size=8", DOCUMENTS,
@@ -95,6 +96,10 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "hf": "model.path=folder",
         **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "kto"), PAIRS),
         **dict.fromkeys(("prompts", "grpo"), ROLLOUTS),
+        "reward": (*OF_FOLDER, *PAIRS, "model.head=score"),
+        "classify": (*OF_FOLDER, *PAIRS[:3], "model.head=score", "data.records=classes", "data.labels=[a,b]"),
+        "embed": (*OF_FOLDER, *PAIRS[:3], "model.head=none", "data.records=passages"),
+        "distill": (*OF_FOLDER, *PAIRS[:4], "loss.teacher=other"),
         "custom": f"{group}._target_=my.Own",
     }
     further = needed.get(choice, ())

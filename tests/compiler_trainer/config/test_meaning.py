@@ -82,7 +82,7 @@ def test_options_are_found_by_the_words_of_the_field(query, name):
 
 
 @pytest.mark.parametrize(("query", "message"), [
-    ("bf16", "bf16: mixed precision is train.precision=bf16"), ("wandb", "wandb: metrics go to metrics.jsonl, TensorBoard and 'run.loggers="),
+    ("bf16", "bf16: mixed precision is train.precision=bf16"), ("wandb", "wandb: metrics go to metrics.jsonl, TensorBoard and run.loggers=[wandb]"),
     ("yarn", "yarn: scaling of positions: it is a config.json's"), ("freeze", "freeze: a learning rate of 0 freezes weights"),
     ("liger", "liger: kernels come from Inductor"), ("slurm", "srun compiler-trainer"),
     ("gradient_accumulation_steps", "gradient_accumulation_steps: gradient accumulation is train.microbatches"),

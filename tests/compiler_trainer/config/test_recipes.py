@@ -39,7 +39,8 @@ def job(name, *overrides):
 def test_each_computes_as_the_device_can_and_plans_its_accumulation(name):
     cfg = job(name)
     assert (cfg.passes.cast.param_dtype, cfg.passes.cast.reduce_dtype) == ("auto", "float32")
-    assert is_open(cfg) and cfg.train.microbatches == AUTOMATIC
+    if name != "embed":  # whose negatives are those of a whole batch
+        assert is_open(cfg) and cfg.train.microbatches == AUTOMATIC
     assert cfg.train.dtype == "float32" and cfg.optim.lr < 1e-3
     assert 0 < cfg.lr_schedule.warmup(cfg.train.steps) < cfg.train.steps or cfg.lr_schedule.name == "constant"
 
