@@ -61,8 +61,9 @@ def replacement(override: str) -> list[str]:
 
 
 def is_path(value: str) -> bool:
-    """Return True if a value of `model` is a folder, or a model of the hub, and no choice of the group."""
-    return "/" in value or Path(value).is_dir() and not (CONF / "model" / f"{value}.yaml").exists()
+    """Return True if a value of `model`, or each of several, is a folder or a model of the hub, and no choice."""
+    names = value.split(",")
+    return all("/" in x or Path(x).is_dir() and not (CONF / "model" / f"{x}.yaml").exists() for x in names)
 
 
 def refuse_both(names: Iterable[str]) -> None:

@@ -165,9 +165,11 @@ ARRAYS = {
     "values": "values.bin",
 }
 
-# With images also their files, the ends of these in bytes, and their first tokens.
+# With images also their content, its ends in bytes, and their first tokens; and lines of JSON with a path, a size in
+# bytes and a time of change in ns for each local file that was read.
 IMAGE_DTYPES = {"images": np.uint8, "image_ends": np.int64, "image_tokens": np.int64}
-IMAGE_ARRAYS = {name: f"{name}.bin" for name in IMAGE_DTYPES}
+IMAGE_FILES = "image_files"
+IMAGE_ARRAYS = {name: f"{name}.bin" for name in IMAGE_DTYPES} | {IMAGE_FILES: f"{IMAGE_FILES}.jsonl"}
 
 # Ids, and True for those that are labels, with one more entry for the closing token; None if all are labels.
 Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]
@@ -213,6 +215,10 @@ class PartBorders(Protocol):
     def image_tokens(self) -> Sequence[int]:
         """The first token of each image."""
 
+    @property
+    def image_files(self) -> Sequence[tuple[str, int, int]]:
+        """The path, size and time of change of each local file that was read for it."""
+
 
 class Shard:
     """A context manager that writes a piece's tokens, and at the end a summary, which makes the shard valid."""
@@ -257,6 +263,7 @@ class Shard:
             self.write("images", [np.frombuffer(image, np.uint8) for image in part.images], np.dtype(np.uint8))
             self.write("image_ends", [ends], np.dtype(np.int64))
             self.write("image_tokens", [at + np.asarray(part.image_tokens)], np.dtype(np.int64))
+            self.files[IMAGE_FILES].write("".join(f"{json.dumps(file)}\n" for file in part.image_files).encode())
 
     def skip(self, where: Callable[[], str], reason: str) -> None:
         """Count a bad record."""

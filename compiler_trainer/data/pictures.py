@@ -81,6 +81,28 @@ def content_of(image: str | bytes) -> bytes:
         raise BadRecord(f"image {image} cannot be read: {error.strerror or one_line(str(error))}") from error
 
 
+class ImageFile(NamedTuple):
+    """A local file of an image: its size in bytes and its time of change in ns, -1 for a file that is not there."""
+
+    path: str
+    size: int
+    changed_ns: int
+
+    @staticmethod
+    def now(path: str) -> ImageFile:
+        """Return the state of a file."""
+        try:
+            state = os.stat(path)
+        except OSError:
+            return ImageFile(path, -1, -1)
+        return ImageFile(path, state.st_size, state.st_mtime_ns)
+
+
+def files_of(images: Sequence[str | bytes]) -> tuple[ImageFile, ...]:
+    """Return the local files among images."""
+    return tuple(ImageFile.now(os.path.abspath(i)) for i in images if isinstance(i, str) and not is_remote(i))
+
+
 def refuse_unread(chat: Conversation) -> None:
     """Raise BadRecord if messages have images that were not read."""
     if chat.images:
@@ -149,7 +171,8 @@ class ImageOptions(NamedTuple):
     def decides(self) -> list[object]:
         """Everything that tokens depend on: the text at the place of an image, and the processor that accepts it."""
         blank = self.processor.blank
-        return ["images", self.processor.token, blank.text, self.size, {n: a.shape for n, a in blank.arrays.items()}]
+        shapes = {name: array.shape for name, array in blank.arrays.items()}
+        return ["images with their files", self.processor.token, blank.text, self.size, shapes]
 
     def read(self, chat: Conversation) -> tuple[Conversation, list[bytes]]:
         """Return a conversation with the texts of its images, and their files; raise BadRecord naming a bad one."""

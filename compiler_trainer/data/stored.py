@@ -8,13 +8,15 @@ its final place, piece by piece, and complete pieces survive an interruption.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.corpus import Summary, add_summaries, join, read_summary
+from compiler_trainer.data.corpus import IMAGE_ARRAYS, IMAGE_FILES, Summary, add_summaries, join, read_summary
+from compiler_trainer.data.pictures import ImageFile
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.sources import Source, has_changed
 from compiler_trainer.data.worker import Recipe
@@ -72,7 +74,19 @@ def load_tokens(source: Source, recipe: Recipe, digest: str, cache: Cache) -> To
         get_or_make(cache, key_of(volume, recipe, digest), partial(tokenize_volume, source=volume, recipe=recipe))
         for volume in source.volumes()
     ]
+    if recipe.images:
+        for volume in volumes:
+            check_images(volume)
     return Tokens(volumes[0].folder if len(volumes) == 1 else cache.folder, volumes)
+
+
+def check_images(volume: StoredFolder) -> None:
+    """Raise UserError if an image's file has changed since its content was stored; a volume is named by its records."""
+    with open(volume.folder / IMAGE_ARRAYS[IMAGE_FILES], encoding="utf-8") as lines:
+        for stored in (ImageFile(*json.loads(line)) for line in lines):
+            if ImageFile.now(stored.path) != stored:
+                problem = "has changed, or is gone, since it was stored with the tokens of its records"
+                raise UserError(f"image {stored.path}", f"{problem}; remove {volume.folder} to read all images again")
 
 
 def make_share(source: Source, recipe: Recipe, digest: str, out: Path, share: Share) -> Tokens | None:

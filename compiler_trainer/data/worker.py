@@ -22,7 +22,7 @@ from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import formats
 from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.corpus import Encoded, Shard
-from compiler_trainer.data.pictures import ImageOptions, image_options, restore_options
+from compiler_trainer.data.pictures import ImageFile, ImageOptions, files_of, image_options, restore_options
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Texts
 from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
@@ -107,6 +107,7 @@ class Part(NamedTuple):
     value: float | None = None  # the number of its document
     images: tuple[bytes, ...] = ()
     image_tokens: Sequence[int] = ()
+    image_files: tuple[ImageFile, ...] = ()  # of its record, in the first part of it
 
     @property
     def size(self) -> int:
@@ -194,7 +195,15 @@ class Worker:
             problem = "has several answers after the first difference, but the chat template rewrites earlier ones"
             raise BadRecord(f"{problem}: give each conversation only its last answer, with the others in its prompt")
         return [
-            Part((t.ids, t.counted), True, True, i > 0, images=tuple(contents[: len(t.images)]), image_tokens=t.images)
+            Part(
+                (t.ids, t.counted),
+                True,
+                True,
+                i > 0,
+                images=tuple(contents[: len(t.images)]),
+                image_tokens=t.images,
+                image_files=() if i else files_of(chat.images),
+            )
             for i, t in enumerate(written.tokens)
         ]
 

@@ -172,4 +172,7 @@ def hold_lock(path: Path, shared: bool = False) -> Iterator[None]:
 
 def is_at(file: IO[str], path: Path) -> bool:
     """Return True if an open file is the one at a path."""
-    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:  # its holder has removed it
+        return False

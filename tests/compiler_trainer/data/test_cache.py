@@ -507,6 +507,18 @@ get_or_make(Cache(Path({str(tmp_path / "cache")!r})), ["key"], make)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+def test_a_lock_that_is_removed_at_any_moment_is_not_the_one_at_its_path(tmp_path, monkeypatch):
+    """A process that asked whether the file exists, and then for its state, failed if it was removed in between."""
+    path = tmp_path / "lock"
+    with open(path, "w") as lock:
+        assert stored_folders.is_at(lock, path)
+        path.unlink()
+        monkeypatch.setattr(Path, "exists", lambda self: True)
+        assert not stored_folders.is_at(lock, path)
+        path.touch()
+        assert not stored_folders.is_at(lock, path)
+
+
 def test_a_corpus_whose_shards_are_being_removed_is_made_again(tmp_path, monkeypatch):
     (path := tmp_path / "a.txt").write_text("some words. " * 20_000)
     monkeypatch.setattr(sources, "PIECE_BYTES", 50_000)

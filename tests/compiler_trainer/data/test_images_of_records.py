@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -165,6 +166,19 @@ def test_tokens_are_not_stored_for_other_runs(made, tmp_path):
     _, cfg = made([chat(path="0.png")])
     with pytest.raises(UserError, match="data.images_per_row: is for runs"):
         tokenized.write(cfg, tmp_path / "out", ALL)
+
+
+@pytest.mark.parametrize("change", [lambda file: file.write_bytes(picture(3)), lambda file: file.unlink()])
+def test_an_image_that_changed_since_it_was_stored_is_named(made, tmp_path, change):
+    """The cache has the content of images, but its key is of the records alone."""
+    _, cfg = made([chat(path="0.png"), chat(path="1.png")])
+    build_datasets(cfg, 128, 1)
+    change(tmp_path / "1.png")
+    with pytest.raises(UserError, match=f"^image {tmp_path}/1.png: has changed, or is gone, since .*; remove {tmp_path}/cache") as error:
+        build_datasets(cfg, 128, 1)
+    shutil.rmtree(error.value.message.rpartition("remove ")[2].partition(" to ")[0])
+    if (tmp_path / "1.png").exists():
+        assert len(build_datasets(cfg, 128, 1).train.rows) == 1
 
 
 def test_options_of_images_are_part_of_the_fingerprint(made):

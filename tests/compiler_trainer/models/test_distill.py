@@ -7,6 +7,7 @@ from functools import partial
 import folders
 import pytest
 import torch
+from document_rows import documents_in_rows
 from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, train_plainly, train_step
 
 from compiler_trainer.config.schema import DistillConfig, FolderConfig
@@ -33,17 +34,11 @@ def texts(seed=3):
     """Return batches of documents of uneven lengths, some tokens of which have labels; the last row has none."""
     draw = torch.Generator().manual_seed(seed)
     for _ in LRS:
-        tokens = torch.randint(3, 300, (ROWS, LENGTH), generator=draw)
-        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
-        for row in range(ROWS):
-            start = 0
-            for document, size in enumerate(torch.randint(3, LENGTH // 2, (2,), generator=draw).tolist()):
-                end = start + size
-                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
-                labels[row, start + 1 : end - 1] = tokens[row, start + 2 : end]
-                start = end
-        labels[-1] = -100
-        yield {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents}
+        batch, spans = documents_in_rows(draw, [(3, LENGTH // 2, 2)] * ROWS, LENGTH)
+        for row, start, end in spans:
+            batch["labels"][row, start + 1 : end - 1] = batch["tokens"][row, start + 2 : end]
+        batch["labels"][-1] = -100
+        yield batch
 
 
 def plainly(cfg, model, batch):

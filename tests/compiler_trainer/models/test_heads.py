@@ -7,6 +7,7 @@ from functools import partial
 import folders
 import pytest
 import torch
+from document_rows import documents_in_rows
 from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, train_plainly, train_step
 
 from compiler_trainer.config.schema import ClassifyConfig, EmbedConfig, FolderConfig, RewardConfig
@@ -43,18 +44,12 @@ def pairs(seed=3):
     draw = torch.Generator().manual_seed(seed)
     result = []
     for _ in LRS:
-        tokens = torch.randint(3, 300, (ROWS, LENGTH), generator=draw)
-        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
-        for row in range(ROWS):
-            start = 0
-            for document, size in enumerate(torch.randint(3, LENGTH // 2, (2,), generator=draw).tolist()):
-                end = start + size
-                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
-                labels[row, start + 1 : end - 1] = tokens[row, start + 2 : end]  # the first two tokens are a prompt
-                start = end
+        batch, spans = documents_in_rows(draw, [(3, LENGTH // 2, 2)] * ROWS, LENGTH)
+        for row, start, end in spans:
+            batch["labels"][row, start + 1 : end - 1] = batch["tokens"][row, start + 2 : end]  # the first two are a prompt
         counts = (torch.arange(ROWS) < ROWS - 1).long()
-        labels[counts == 0] = -100
-        result.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts})
+        batch["labels"][counts == 0] = -100
+        result.append({**batch, "pairs": counts})
     return result
 
 
@@ -62,16 +57,10 @@ def classes(count, seed=4):
     """Return batches of texts of uneven lengths, several in a row, each with its class as the label of its last token."""
     draw = torch.Generator().manual_seed(seed)
     for _ in LRS:
-        tokens = torch.randint(3, 300, (ROWS, LENGTH), generator=draw)
-        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
-        for row in range(ROWS):
-            start = 0
-            for document, size in enumerate(torch.randint(2, LENGTH // 3, (row % 3 + 1,), generator=draw).tolist()):
-                end = start + size
-                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
-                labels[row, end - 1] = torch.randint(0, count, (), generator=draw)
-                start = end
-        yield {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents}
+        batch, spans = documents_in_rows(draw, [(2, LENGTH // 3, row % 3 + 1) for row in range(ROWS)], LENGTH)
+        for row, _, end in spans:
+            batch["labels"][row, end - 1] = torch.randint(0, count, (), generator=draw)
+        yield batch
 
 
 def documents_of(batch, count=2):
