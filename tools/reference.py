@@ -75,6 +75,11 @@ FEATURES = {
     "Training": (
         Feature("multi-token prediction", "model.mtp.layers=1", "tests/compiler_trainer/models/test_mtp.py"),
         Feature("models of transformers", "model=hf model.path=FOLDER", "tests/compiler_trainer/models/test_folder.py"),
+        Feature(
+            "models with linear attention, Mamba 2 and short convolutions, packed and over cp",
+            "model=hf model.path=FOLDER mesh.cp=2",
+            "tests/compiler_trainer/models/test_recurrences.py",
+        ),
         Feature("LoRA", "model=hf model.path=FOLDER model.lora.rank=8", "tests/compiler_trainer/models/test_folder.py"),
         Feature(
             "QLoRA (nf4, mxfp4, nvfp4, int8)",

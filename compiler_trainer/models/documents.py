@@ -1,7 +1,7 @@
 """Ways to tell a transformers model which tokens of a sequence belong to one document.
 
-Most models derive their masks from positions that restart at each document; others need the masks themselves.
-`tried.py` finds the way that a model needs.
+Most models derive their masks from positions that restart at each document; others need the masks themselves, and
+those with recurrences the starts of documents, too. `probes.py` finds the way that a model needs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ WAYS: dict[str, Way] = {
     "masks": by_masks,
     "mask": by_mask,
     "mask alone": by_mask_alone,
+    "starts": by_positions,
+    "masks and starts": by_masks,
 }
+RESTARTING = ("starts", "masks and starts", UNTRIED)  # ways in which recurrences (`recurrences.py`) restart, too
 
 
 def inputs_of(way: str, config: Any, model: nn.Module, batch: Mapping[str, Tensor]) -> Inputs:

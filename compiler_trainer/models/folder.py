@@ -10,6 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.extras import install
 from compiler_trainer.config.options import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
-from compiler_trainer.models.documents import inputs_of
+from compiler_trainer.models.documents import RESTARTING, inputs_of
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
 from compiler_trainer.models.quantized import FORMATS, QuantizedLinear, quantize_layers, replace
@@ -35,6 +36,7 @@ from compiler_trainer.models.transformers_private import (
     initialize,
 )
 from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
+from compiler_trainer.recurrences import recurrences_as_operators
 from passes.ir.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
@@ -144,10 +146,17 @@ def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """Return all outputs of the model; `way` is how the model learns of documents (`documents.WAYS`)."""
     config = plain(model).config
     inputs = inputs_of(way, config, model, batch)
-    if not getattr(config, "output_router_logits", False):
+    with ExitStack() as stack:
+        stack.enter_context(recurrences_with_starts(way, batch))
+        if getattr(config, "output_router_logits", False):
+            is_real = batch["documents"] != PADDING_DOCUMENT
+            stack.enter_context(balance_of_real_tokens(plain(model), is_real))
         return model(input_ids=batch["tokens"], use_cache=False, **inputs)
-    with balance_of_real_tokens(plain(model), batch["documents"] != PADDING_DOCUMENT):
-        return model(input_ids=batch["tokens"], use_cache=False, **inputs)
+
+
+def recurrences_with_starts(way: str, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which recurrences restart at each document, if the model is told of them so."""
+    return recurrences_as_operators(batch["positions"] == 0) if way in RESTARTING else nullcontext()
 
 
 def logits(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -160,7 +169,8 @@ def hidden_states(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Te
     whole = plain(model)
     base = getattr(whole, whole.base_model_prefix, whole)
     inputs = inputs_of(way, whole.config, model, batch)
-    return base(input_ids=batch["tokens"], use_cache=False, **inputs).last_hidden_state
+    with recurrences_with_starts(way, batch):
+        return base(input_ids=batch["tokens"], use_cache=False, **inputs).last_hidden_state
 
 
 def scores(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.operators import axis_of, kind_of, started
 from passes.ops import routed
 from passes.ops.host import offload
+from passes.ops.linear_attention import linear_recurrence
 from passes.ops.reshard import RESHARD_OPS
 from passes.ops.shift import SHIFTS
 from passes.torch_private import OpOverload, c10d
@@ -221,10 +222,20 @@ def _grouped_outer_flops(rows: tuple, gradient: tuple, ends: tuple, groups: int,
     return int(2 * math.prod(rows) * gradient[1] / among)
 
 
+def _recurrence_flops(a: tuple, b: tuple, *rest: Any, **named: Any) -> int:
+    return 2 * math.prod(b) * a[-1]
+
+
+def _triangular_flops(system: tuple, right: tuple, **named: Any) -> int:
+    return math.prod(right) * system[-1]
+
+
 # operators before decomposition that neither PyTorch's registry nor an attention record has
 FLOPS: dict[Any, Callable[..., int]] = {
     aten.linear: _matmul_flops,
     aten.matmul: _matmul_flops,
+    aten.linalg_solve_triangular: _triangular_flops,
+    linear_recurrence.overloadpacket: _recurrence_flops,
     routed.grouped_mm.overloadpacket: _grouped_matmul_flops,
     routed.grouped_outer.overloadpacket: _grouped_outer_flops,
 }

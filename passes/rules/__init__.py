@@ -11,6 +11,7 @@ from passes.rules import (
     contractions,
     factories,
     indexing,
+    linear_attention,
     losses,
     pointwise,
     recurrent,
@@ -24,7 +25,8 @@ from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operand
 RULES: dict[str, RuleMaker] = {}
 ADDED: dict[str, RuleMaker | str] = {}  # the arguments of `add_rule`, by operator name
 FAMILIES = (
-    contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
+    contractions, factories, indexing, linear_attention, losses, pointwise, recurrent, reductions, routed, spatial,
+    views,
 )  # fmt: skip
 for _family in FAMILIES:
     _rules = _family.rules()

@@ -26,9 +26,10 @@ from passes.rules.losses import IN_CHUNKS
 from passes.rules.matrices import PASSED, parts_of
 
 MATMULS = ("linear", "mm", "matmul")
-FACTORS = {"addmm": (1, 3)} | dict.fromkeys(("linear", "convolution", *IN_CHUNKS), (1, 2))  # operands: first, end
+CONVOLUTIONS = ("convolution", "ct::causal_conv1d")
+FACTORS = {"addmm": (1, 3)} | dict.fromkeys(("linear", *CONVOLUTIONS, *IN_CHUNKS), (1, 2))  # operands: first, end
 BY_ROWS = ("linear", *IN_CHUNKS)  # the rows of these weights are columns of the product
-PRODUCTS = ("convolution", *MATMULS, "addmm", "bmm", "mv", "ct::expert_mm", "ct::grouped_mm", "ct::each_mm", *IN_CHUNKS)
+PRODUCTS = (*CONVOLUTIONS, *MATMULS, "addmm", "bmm", "mv", "ct::expert_mm", "ct::grouped_mm", "ct::each_mm", *IN_CHUNKS)
 LOOKUPS = ("embedding", "index_select", "index", "gather", "_embedding_bag")
 
 
@@ -74,13 +75,18 @@ def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     add("embedding", (node for node in (root(n, names) for n in lookups) if node and ir.example(node).dim() == 2))
     ranked = read_by_top_k(program)
     for parameter, node, _ in products(program):
-        if name_of(node) == "convolution":
+        if name_of(node) in CONVOLUTIONS:
             add("convolution", [parameter])
-        if name_of(node) != "convolution" or node.args[8] == 1:
+        if name_of(node) not in CONVOLUTIONS or mixes_channels(node):
             add("matrix", [parameter])
         if node in ranked:
             add("router", [parameter])
     return {name: frozenset(uses) for name, uses in uses_by_name.items()}
+
+
+def mixes_channels(node: fx.Node) -> bool:
+    """Return True for a convolution in which each result depends on all channels."""
+    return name_of(node) == "convolution" and node.args[8] == 1
 
 
 def products(program: ir.Program) -> Iterator[tuple[fx.Node, fx.Node, int | None]]:
@@ -95,7 +101,7 @@ def products(program: ir.Program) -> Iterator[tuple[fx.Node, fx.Node, int | None
         if name in PRODUCTS:
             first, last = FACTORS.get(name, (0, 2))
             for position, operand in enumerate(node.args[first:last], first):
-                dim = None if position < last - 1 or name == "convolution" else -2 if name in BY_ROWS else -1
+                dim = None if position < last - 1 or name in CONVOLUTIONS else -2 if name in BY_ROWS else -1
                 for parameter, place in origins(operand, dim, parameters, weights):  # type: ignore[arg-type]
                     yield parameter, node, place
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from versions import needs_scales_by_row
 
+from passes.ops.linear_attention import causal_conv1d, linear_attention
+
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]  # the call, and its tensor operands
 
@@ -370,5 +372,27 @@ RECURRENT: dict[str, list[Case]] = {
     "rnn_tanh": over_time(torch.rnn_tanh, 1, 1),
 }
 
-CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **RECURRENT, **REDUCTIONS, **SPATIAL,
-                               **VIEWS}
+def linear(*options: str) -> Case:
+    """Return linear attention of 2 rows, 7 tokens, 4 heads and states of 3 x 2; `options` are further operands."""
+    documents = torch.tensor([1, 0, 0, 1, 0, 1, 0]) > 0
+    decay = -unit(2, 7, 4, 3) if "by row" in options else -unit(2, 7, 4)
+    beta, starts = (unit(2, 7, 4),) if "beta" in options else (), (documents.expand(2, 7),) if "starts" in options else ()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *rest: Tensor) -> Tensor:
+        return linear_attention(q, k, v, decay, rest[0] if beta else None, rest[-1] if starts else None)
+
+    return run, (real(2, 7, 4, 3), real(2, 7, 4, 3), real(2, 7, 4, 2), decay, *beta, *starts)
+
+
+STARTS = torch.tensor([[1, 0, 0, 1, 1, 0, 0]]) > 0
+SEQUENCES: dict[str, list[Case]] = {
+    "ct::linear_attention": [linear(), linear("beta", "starts"), linear("by row", "beta"), linear("starts")],
+    "ct::causal_conv1d": [
+        (lambda x, w: causal_conv1d(x, w, None, None), (real(2, 3, 7), real(3, 4))),
+        (lambda x, w, b, s: causal_conv1d(x, w, b, s), (real(1, 3, 7), real(3, 3), real(3), STARTS)),
+        (lambda x, w, s: causal_conv1d(x, w, None, s), (real(1, 2, 7), real(2, 1), STARTS)),
+    ],
+}
+
+CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **RECURRENT, **REDUCTIONS, **SEQUENCES,
+                               **SPATIAL, **VIEWS}

@@ -73,8 +73,9 @@ def test_documents_of_each_model_are_those_alone_or_refused_by_name(name, kind):
 
 VARIANTS = {
     "alibi": (tf.FalconConfig(alibi=True), "model.attention"),
-    "convolutions": (tf.Lfm2Config(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]), "model.attention"),
-    "state": (tf.GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["mamba", "attention"]), "model.attention"),
+    "convolutions": (tf.Lfm2Config(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]), "starts"),
+    "state": (tf.GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["mamba", "attention"]), "masks and starts"),
+    "scan": (tf.JambaConfig(num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2), "model.attention"),
     "no state": (tf.GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["attention", "attention"]), "masks"),
     "windows": (tf.GptOssConfig(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2), "masks"),
     "no windows": (tf.GptOssConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2), "masks"),
