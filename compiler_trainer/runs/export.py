@@ -23,6 +23,8 @@ from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.weights import INDEX, ONE_FILE
+from compiler_trainer.places.copies import name_on_hub
+from compiler_trainer.places.hub import Repository, card_of
 from compiler_trainer.places.store import Place
 from compiler_trainer.runs.check_export import check_export_alone
 from compiler_trainer.runs.saved import trained_model
@@ -54,6 +56,34 @@ def export_to_store(
         for file in sorted(files, key=lambda file: (file.name in LAST, file.name)):
             place.put(file, file.relative_to(out).as_posix())
         return f"{len(files)} files; once they are on a disk, {sentence.replace(str(out), 'FOLDER')}"
+
+
+def export_to_hub(
+    cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
+) -> str:
+    """Write an export into a repository of the hub, hub:ORG/NAME; return a sentence on how to load it."""
+    repository = Repository(url)  # fails before any work
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "export")
+        sentence = export(cfg, out, dtype, merge, averaged, check).replace(str(out), repository.name)
+        address = repository.upload(out, model_card(cfg, repository.name, merge, sentence))
+    return f"{address}; {sentence}"
+
+
+def model_card(cfg: Config, name: str, merge: bool, sentence: str) -> str:
+    """Return the model card of an export: library and base model for the hub's pages, and how to load it."""
+    metadata: dict[str, Any] = {"tags": ["compiler-trainer"]}
+    origin = "Trained"
+    if isinstance(cfg.model, FolderConfig | ModelConfig):
+        metadata |= {"library_name": "transformers"}
+    if isinstance(cfg.model, FolderConfig):
+        metadata |= {"library_name": "peft"} if cfg.model.lora and not merge else {}
+        base = name_on_hub(cfg.model.path)
+        if base and cfg.model.init == "weights":
+            metadata |= {"base_model": base}
+            origin = f"Trained from [{base}](https://huggingface.co/{base})"
+    text = f"{origin} with compiler-trainer, on sequences of up to {cfg.train.seq_len:,} tokens."
+    return card_of(metadata, f"# {name.partition('/')[2]}\n\n{text}\n\n{sentence[0].upper()}{sentence[1:]}.\n")
 
 
 def export(
