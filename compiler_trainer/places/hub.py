@@ -28,11 +28,12 @@ def is_of_hub(name: str) -> bool:
 class Repository:
     """A model's repository on the hub; it is created, private, if there is none.
 
-    Raises UserError if the name is not ORG/NAME, if there is no token or no right to write, or if it has a model
-    already, and Unreachable if the hub does not answer.
+    `file` is the file that will be written, or empty for a whole model. Raises UserError if the name is not ORG/NAME,
+    if there is no token or no right to write, or if the file or a model is there already, and Unreachable if the hub
+    does not answer.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, file: str = ""):
         self.url, self.name = url, url.removeprefix(PREFIX)
         if not NAME.fullmatch(self.name):
             raise UserError(url, "is not a name of the hub; write hub:ORG/NAME, where ORG is an organization or a user")
@@ -43,8 +44,8 @@ class Repository:
             self.api = hub.HfApi()
             self.api.create_repo(self.name, private=True, exist_ok=True)
             self.files = set(self.api.list_repo_files(self.name))
-        if further := sorted(self.files - BESIDE_A_MODEL):
-            raise UserError(url, f"has a model already ({further[0]}); name a new repository")
+        if further := sorted(self.files & {file} if file else self.files - BESIDE_A_MODEL):
+            raise UserError(url, f"has {further[0]} already; name a new {'file' if file else 'repository'}")
 
     def upload(self, folder: Path, card: str) -> str:
         """Upload a folder's files in one commit, with a model card unless there is one; return the commit's address."""

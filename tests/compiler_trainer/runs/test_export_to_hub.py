@@ -17,7 +17,7 @@ from short_runs import options
 
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.runs import export
-from compiler_trainer.runs.export import model_card
+from compiler_trainer.runs.destinations import model_card
 from compiler_trainer.training import trainer
 
 
@@ -85,7 +85,7 @@ def refused(capsys, run, name):
 
 def test_a_repository_with_a_model_is_refused(run, hub, no_work, capsys):
     hub["me/tiny"] = {"config.json": b""}
-    assert refused(capsys, run, "hub:me/tiny") == "has a model already (config.json); name a new repository"
+    assert refused(capsys, run, "hub:me/tiny") == "has config.json already; name a new repository"
 
 
 @pytest.mark.parametrize("name", ["tiny", "me/", "a/b/c", "me/ti ny"])
