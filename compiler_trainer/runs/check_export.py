@@ -40,7 +40,9 @@ from compiler_trainer.training.evaluate import Measures
 from compiler_trainer.training.loggers import Working
 
 ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two correct computations may differ
-EPS = {name: torch.finfo(getattr(torch, name)).eps for name in ("float32", "float16", "bfloat16")} | {"q8_0": 1 / 127}
+EPS = {name: torch.finfo(getattr(torch, name)).eps for name in ("float32", "float16", "bfloat16")}
+EPS |= {"q8_0": 1 / 127, "float8": 2**-3}
+OF_SPREAD = 0.2  # mean difference in float8, as part of the standard deviation over tokens
 MOST_ROWS = 8
 FEW = 16  # tokens of the short check
 
@@ -208,7 +210,12 @@ def coarsest(cfg: Config, exported: str) -> str:
 
 
 def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int, name: str) -> tuple[bool, str]:
-    """Return (True if values called `name` are equal up to roundings of a dtype, a sentence on their difference)."""
+    """Return (True if values called `name` are equal up to roundings of a dtype, a sentence on their difference).
+
+    In float8, which has few digits, the mean difference is compared with the spread of the values.
+    """
+    if dtype == "float8":
+        return compared_on_average(ours, theirs, rows, name)
     allowed = ROUNDINGS * EPS[dtype] * ours.abs().clamp(min=1)
     differences = (ours - theirs).abs()
     worst = int((differences / allowed).nan_to_num(torch.inf).argmax())
@@ -216,3 +223,12 @@ def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int, name: str) -> 
     verdict = f"{name} of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
     values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
     return is_same, f"{verdict}: at most {differences[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"
+
+
+def compared_on_average(ours: Tensor, theirs: Tensor, rows: int, name: str) -> tuple[bool, str]:
+    """Return (True if values differ on average by a small part of their spread, a sentence on their difference)."""
+    differences, allowed = (ours - theirs).abs(), OF_SPREAD * float(ours.std(correction=0))
+    mean, is_same = float(differences.mean()), bool(differences.mean() <= allowed)
+    verdict = f"{name} of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
+    apart = f"{mean:.2g} apart on average, at most {differences.max():.2g}"
+    return is_same, f"{verdict}: {apart}; float8 allows {allowed:.2g}"

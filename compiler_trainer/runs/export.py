@@ -19,6 +19,7 @@ from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of, further_values
+from compiler_trainer.models.float8 import FLOAT8, to_float8
 from compiler_trainer.models.folder import CLASSES, SEEING, library, plain
 from compiler_trainer.models.gguf.architectures import architecture_of, is_read
 from compiler_trainer.models.gguf.file import TYPES, is_gguf, write_gguf
@@ -29,7 +30,12 @@ from compiler_trainer.models.weights import INDEX, ONE_FILE
 from compiler_trainer.runs.check_export import check_export_alone, config_of_run
 from compiler_trainer.runs.saved import trained_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype | None] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    FLOAT8: None,  # written from weights in train.dtype
+}
 GENERATION, TEMPLATES = "generation_config.json", "additional_chat_templates"
 NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".md"))
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
@@ -65,6 +71,9 @@ def export(
         sentence = write(cfg, module, partial, None if is_gguf(out) else DTYPES.get(dtype or ""), merge)
         del module  # the check needs memory of its own
         folder = partial
+        if dtype == FLOAT8:
+            to_float8(folder)
+            sentence = f"serve it with vLLM: vllm serve {partial}"
         if is_gguf(out):
             partial = Path(scratch, target.name)
             write_gguf(folder, partial, dtype or cfg.train.dtype, target.stem)
@@ -86,19 +95,20 @@ def check_options(cfg: Config, out: Path, dtype: str | None, merge: bool) -> Non
     has_adapters = isinstance(cfg.model, FolderConfig) and cfg.model.lora is not None
     if merge and not has_adapters:
         raise UserError("--merge", "needs a model with model.lora; this one has nothing to merge")
-    if not is_gguf(out):
-        if dtype is not None and dtype not in DTYPES:
-            fix = f"name a file OUT.gguf, or choose one of {', '.join(DTYPES)}"
-            raise UserError("--dtype", f"{dtype} is a type of GGUF files; {fix}")
+    types = TYPES if is_gguf(out) else DTYPES
+    if dtype is not None and dtype not in types:
+        kind, other = ("GGUF files", "a folder") if is_gguf(out) else ("folders", "a file OUT.gguf")
+        raise UserError("--dtype", f"{dtype} is no type of {kind}; choose one of {', '.join(types)}, or name {other}")
+    if not is_gguf(out) and dtype != FLOAT8:
         return
-    if dtype is not None and dtype not in TYPES:
-        raise UserError("--dtype", f"{dtype} is no type of GGUF files; choose one of {', '.join(TYPES)}")
+    form = "GGUF" if is_gguf(out) else "float8"
     if has_adapters and not merge:
-        raise UserError(str(out), "a GGUF file holds a whole model, and this run has adapters; add --merge")
+        raise UserError(str(out), f"{form} is for whole models, and this run has adapters; add --merge")
     if not isinstance(cfg.model, FolderConfig | ModelConfig) or cfg.head != "lm" or cfg.data.images_per_row:
-        raise UserError(str(out), "GGUF is written for causal language models alone; export a folder")
-    import_module("gguf")  # is an extra
-    architecture_of("model", config_of_run(cfg).to_dict())
+        raise UserError(str(out), f"{form} is written for causal language models alone; export a folder, not in float8")
+    import_module("gguf" if is_gguf(out) else "compressed_tensors")  # extras
+    if is_gguf(out):
+        architecture_of("model", config_of_run(cfg).to_dict())
 
 
 def check_few(cfg: Config, folder: Path, averaged: bool) -> str:

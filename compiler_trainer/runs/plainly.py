@@ -69,7 +69,7 @@ def from_gguf(file: str, config: str) -> tuple[Any, str]:
 def loaded(folder: str, head: str) -> tuple[Any, str]:
     """Return the model of a folder, and the dtype of its weights."""
     model = of_folder(folder, head)
-    return model, str(model.dtype).removeprefix("torch.")
+    return model, "float8" if hasattr(model.config, "quantization_config") else str(model.dtype).removeprefix("torch.")
 
 
 def of_folder(folder: str, head: str) -> Any:

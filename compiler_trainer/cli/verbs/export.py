@@ -11,6 +11,7 @@ from compiler_trainer.runs.export import DTYPES
 from compiler_trainer.runs.saved import at_checkpoint, options_of
 
 OUT = "folder to write, or a file OUT.gguf; on a disk, in a store (s3://bucket/folder) or on the hub (hub:ORG/NAME)"
+DTYPE = "dtype of the weights (default: train.dtype); float8 for vLLM, q8_0 in a GGUF file"
 CHOICES = tuple(dict.fromkeys((*DTYPES, *TYPES)))
 
 
@@ -18,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     """Write the folder, and print how to load it."""
     arg_parser = run_parser("export")
     arg_parser.add_argument("out", help=OUT)
-    arg_parser.add_argument("--dtype", choices=CHOICES, help="dtype of weights (default: train.dtype); q8_0: in GGUF")
+    arg_parser.add_argument("--dtype", choices=CHOICES, help=DTYPE)
     arg_parser.add_argument("--merge", action="store_true", help="add the LoRA terms (model.lora) to the weights")
     arg_parser.add_argument("--ema", action="store_true", help="write the averages of weights (train.ema)")
     arg_parser.add_argument(

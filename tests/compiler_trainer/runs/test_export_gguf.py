@@ -114,10 +114,13 @@ def refused(tmp_path, capsys, model, *arguments, **changes):
 
 
 @pytest.mark.parametrize(("model", "out", "flags", "line"), [
-    ("lora", "a.gguf", [], "a.gguf: a GGUF file holds a whole model, and this run has adapters; add --merge"),
-    ("scores", "a.gguf", [], "a.gguf: GGUF is written for causal language models alone; export a folder"),
-    ("own", "a.gguf", [], "a.gguf: GGUF is written for causal language models alone; export a folder"),
-    ("folder", "out", ["--dtype", "q8_0"], "--dtype: q8_0 is a type of GGUF files; name a file OUT.gguf, or choose one of float32, bfloat16, float16"),
+    ("lora", "a.gguf", [], "a.gguf: GGUF is for whole models, and this run has adapters; add --merge"),
+    ("scores", "a.gguf", [], "a.gguf: GGUF is written for causal language models alone; export a folder, not in float8"),
+    ("own", "a.gguf", [], "a.gguf: GGUF is written for causal language models alone; export a folder, not in float8"),
+    ("folder", "out", ["--dtype", "q8_0"], "--dtype: q8_0 is no type of folders; choose one of float32, bfloat16, float16, float8, or name a file OUT.gguf"),
+    ("folder", "a.gguf", ["--dtype", "float8"], "--dtype: float8 is no type of GGUF files; choose one of float32, float16, bfloat16, q8_0, or name a folder"),
+    ("lora", "out", ["--dtype", "float8"], "out: float8 is for whole models, and this run has adapters; add --merge"),
+    ("own", "out", ["--dtype", "float8"], "out: float8 is written for causal language models alone; export a folder, not in float8"),
     ("gpt2", "a.gguf", [], "model: is of type gpt2, and GGUF is written for gemma2, gemma3_text, gpt_oss, llama, mistral, mixtral, phi3, qwen2, qwen3, "
                            "qwen3_moe; export a folder, and convert it with llama.cpp's convert_hf_to_gguf.py"),
     ("stretched", "a.gguf", [], "model: has rope_type=llama3 in its config, and llama.cpp computes qwen3 in another way; export a folder"),
@@ -137,9 +140,11 @@ def test_a_file_that_is_there_is_refused(tmp_path, no_work, capsys):
     assert refused(tmp_path, capsys, FOLDER, tmp_path / "a.gguf") == f"{tmp_path / 'a.gguf'}: exists already; name a new or an empty folder"
 
 
-def test_a_missing_library_is_named_with_its_extra(tmp_path, no_work, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert re.fullmatch(r"gguf: is not installed, but needed here; pip install '.*\[gguf\]'", refused(tmp_path, capsys, FOLDER, tmp_path / "a.gguf"))
+@pytest.mark.parametrize(("name", "extra", "arguments"), [("gguf", "gguf", ["a.gguf"]), ("compressed_tensors", "fp8", ["out", "--dtype", "float8"])])
+def test_a_missing_library_is_named_with_its_extra(name, extra, arguments, tmp_path, no_work, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert re.fullmatch(rf"{name}: is not installed, but needed here; pip install '.*\[{extra}\]'", refused(tmp_path, capsys, FOLDER, *arguments))
 
 
 def test_a_file_is_not_a_folder(tmp_path, capsys):
