@@ -50,8 +50,8 @@ def to_float8(folder: Path) -> None:
         listed.pop("metadata", None)  # sizes in another dtype
         index.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kept = {name for name in matrices - quantized if "embed" not in name}
-    config |= {"dtype": "bfloat16", "quantization_config": scheme(sorted({"lm_head", *kept}))}
+    others = {name for name in matrices - quantized if "embed" not in name}
+    config |= {"dtype": "bfloat16", "quantization_config": scheme(sorted({"lm_head", *others}))}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
