@@ -140,6 +140,11 @@ FEATURES = {
             "checkpoint.store=s3://bucket/runs/a",
             "tests/compiler_trainer/training/test_store.py",
         ),
+        Feature(
+            "exports to GGUF (llama.cpp), to float8 (vLLM) and to the hub",
+            "train.steps=1",
+            "tests/compiler_trainer/runs/test_export_gguf.py",
+        ),
         Feature("EMA", "train.ema=0.999", "tests/compiler_trainer/training/test_averages.py"),
         Feature("early stopping", "eval.patience=3", "tests/compiler_trainer/training/test_lengths.py"),
         Feature("samples while training", "eval.prompts=[a]", "tests/compiler_trainer/training/test_samples.py"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.extras import install
 
-EXTRAS = {"plotly": "plots", "scipy": "budget", "submitit": "sweep"}
+EXTRAS = {"compressed_tensors": "fp8", "gguf": "gguf", "plotly": "plots", "scipy": "budget", "submitit": "sweep"}
 
 
 def not_installed(error: ModuleNotFoundError) -> UserError:

@@ -43,7 +43,7 @@ VERBS = {
     "generate": Verb("use", "RUN [--chat] --prompt TEXT", "sample text from the model, or its answer in a chat"),
     "chat": Verb("use", "RUN|MODEL", "talk to the model of a run, or to one of a folder or the hub"),
     "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on validation or other text"),
-    "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
+    "export": Verb("use", "RUN OUT", "write a checkpoint for transformers, peft or safetensors, or as a GGUF file"),
     "check-export": Verb("use", "RUN OUT", "compare transformers' log-probabilities of an export with the trainer's"),
     "clean": Verb("keep", "[--gib GIB]", "delete the least recently used entries of the compile cache"),
     "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),

@@ -101,12 +101,17 @@ def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
 
     It has no layers of multi-token prediction, which transformers keeps beside the model (`further_values`).
     """
-    form, transformers = form_of(cfg), library()
-    config = getattr(transformers, f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
+    form, transformers, config = form_of(cfg), library(), config_of(cfg)
     model = skeleton(lambda: getattr(transformers, f"{form}ForCausalLM")(config))
     empty = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
     ours = {name: value for name, value in module.state_dict().items() if not name.startswith("mtp.")}
     return fill(model, [*empty.items(), *their_values(cfg, ours)])
+
+
+def config_of(cfg: ModelConfig) -> Any:
+    """Return transformers' config of a decoder."""
+    form = form_of(cfg)
+    return getattr(library(), f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
 
 
 def sizes(cfg: ModelConfig) -> dict[str, Any]:

@@ -51,9 +51,7 @@ def folder_here(
         if not files:
             raise UserError(option, f"{name} has no file named like {', '.join(patterns)}")
         return copy_files(place, files, cache)
-    return (
-        Path(name) if Path(name).exists() or not HUB.fullmatch(name) else hub_folder(option, name, patterns, is_whole)
-    )
+    return hub_folder(option, name, patterns, is_whole) if name_on_hub(name) else Path(name)
 
 
 def copy_files(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
@@ -91,6 +89,12 @@ def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) 
 
 
 # ---- the hub --------------------------------------------------------------------------------------------
+
+
+def name_on_hub(name: str) -> str | None:
+    """Return organization/name, without a revision, for the name of a model of the hub; None for a folder."""
+    is_name = HUB.fullmatch(name) and not Path(name).exists()
+    return name.partition("@")[0] if is_name else None
 
 
 def hub_folder(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable[[Path], bool]) -> Path:

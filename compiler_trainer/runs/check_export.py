@@ -9,6 +9,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -20,12 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, DataConfig, MeshConfig
+from compiler_trainer.config.schema import Config, DataConfig, MeshConfig, ModelConfig
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.decoders import config_of
+from compiler_trainer.models.folder import library
+from compiler_trainer.models.gguf.architectures import is_read
 from compiler_trainer.models.loss import cross_entropy, widened
+from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.sampling import row
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs import plainly
@@ -35,6 +40,9 @@ from compiler_trainer.training.evaluate import Measures
 from compiler_trainer.training.loggers import Working
 
 ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two correct computations may differ
+EPS = {name: torch.finfo(getattr(torch, name)).eps for name in ("float32", "float16", "bfloat16")}
+EPS |= {"q8_0": 1 / 127, "float8": 2**-3}
+OF_SPREAD = 0.2  # mean difference in float8, as part of the standard deviation over tokens
 MOST_ROWS = 8
 FEW = 16  # tokens of the short check
 
@@ -54,6 +62,8 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
     only to itself as a server's request does. With `averaged` the weights are those of `train.ema`. Every rank calls
     it. Raises UserError if transformers cannot load the folder.
     """
+    if out.is_file() and not is_read(config_of_run(cfg).model_type):
+        raise UserError(str(out), "transformers reads no GGUF files of this architecture; check a folder in its place")
     ranks = start_ranks()
     train_options = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
     cfg = without_loss(dataclasses.replace(cfg, train=train_options), ranks)
@@ -77,6 +87,13 @@ def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[
     batch = row(tokens[0].tolist(), torch.device("cpu")) | {"labels": tokens}
     text = Text(batch, tokens[0].tolist(), list(range(1, train_options.seq_len)))
     return compared_texts(cfg, trained, [text], out, {}, averaged)
+
+
+def config_of_run(cfg: Config) -> Any:
+    """Return transformers' config of a run's model."""
+    if isinstance(cfg.model, ModelConfig):
+        return config_of(cfg.model)
+    return library().AutoConfig.from_pretrained(folder_of(cfg).path)
 
 
 def without_loss(cfg: Config, ranks: int) -> Config:
@@ -108,7 +125,8 @@ def compared_texts(
         return True, ""
     del step
     torch.cuda.empty_cache()  # transformers' process needs the GPU
-    theirs = by_itself(out, cfg.head, [text.ids for text in texts])
+    ids = [text.ids for text in texts]
+    theirs = by_itself(out, cfg.head, ids) if out.is_dir() else of_gguf(cfg, out, ids)
     pairs = zip(texts, theirs["values"], strict=True)
     theirs_at_places = torch.tensor([values[place - 1] for text, values in pairs for place in text.places])
     name = "log-probabilities" if cfg.head == "lm" else "outputs"
@@ -166,9 +184,19 @@ def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[fl
     return log_probabilities
 
 
-def by_itself(out: Path, head: str, texts: list[list[int]]) -> dict[str, Any]:
-    """Return transformers' output for texts, from a separate process; raise UserError if it fails."""
-    command = [sys.executable, "-P", plainly.__file__, str(out), head]
+def of_gguf(cfg: Config, file: Path, texts: list[list[int]]) -> dict[str, Any]:
+    """Return transformers' output for texts with a GGUF file; the run has the options that it does not read there."""
+    with tempfile.TemporaryDirectory() as folder:
+        config_of_run(cfg).save_pretrained(folder)
+        return by_itself(file, cfg.head, texts, folder)
+
+
+def by_itself(out: Path, head: str, texts: list[list[int]], config: str = "") -> dict[str, Any]:
+    """Return transformers' output for texts, from a separate process; raise UserError if it fails.
+
+    `config` is a folder with the model's config, for a GGUF file.
+    """
+    command = [sys.executable, "-P", plainly.__file__, str(out), head, *([config] if config else [])]
     process = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
     if process.returncode:
         last_line = (process.stderr.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
@@ -177,17 +205,30 @@ def by_itself(out: Path, head: str, texts: list[list[int]]) -> dict[str, Any]:
 
 
 def coarsest(cfg: Config, exported: str) -> str:
-    """Return the dtype with the fewest digits among those that either side computes in."""
-    names = {exported, cfg.train.dtype, cfg.passes.cast.param_dtype or exported} & {"float32", "float16", "bfloat16"}
-    return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
+    """Return the dtype with the fewest digits among those that either side computes in, or has weights in."""
+    return max({exported, cfg.train.dtype, cfg.passes.cast.param_dtype or exported} & EPS.keys(), key=EPS.__getitem__)
 
 
 def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int, name: str) -> tuple[bool, str]:
-    """Return (True if values called `name` are equal up to roundings of a dtype, a sentence on their difference)."""
-    allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
+    """Return (True if values called `name` are equal up to roundings of a dtype, a sentence on their difference).
+
+    In float8, which has few digits, the mean difference is compared with the spread of the values.
+    """
+    if dtype == "float8":
+        return compared_on_average(ours, theirs, rows, name)
+    allowed = ROUNDINGS * EPS[dtype] * ours.abs().clamp(min=1)
     differences = (ours - theirs).abs()
     worst = int((differences / allowed).nan_to_num(torch.inf).argmax())
     is_same = bool((differences <= allowed).all())
     verdict = f"{name} of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
     values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
     return is_same, f"{verdict}: at most {differences[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"
+
+
+def compared_on_average(ours: Tensor, theirs: Tensor, rows: int, name: str) -> tuple[bool, str]:
+    """Return (True if values differ on average by a small part of their spread, a sentence on their difference)."""
+    differences, allowed = (ours - theirs).abs(), OF_SPREAD * float(ours.std(correction=0))
+    mean, is_same = float(differences.mean()), bool(differences.mean() <= allowed)
+    verdict = f"{name} of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
+    apart = f"{mean:.2g} apart on average, at most {differences.max():.2g}"
+    return is_same, f"{verdict}: {apart}; float8 allows {allowed:.2g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,23 @@ from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of, further_values
+from compiler_trainer.models.float8 import FLOAT8, to_float8
 from compiler_trainer.models.folder import CLASSES, SEEING, library, plain
+from compiler_trainer.models.gguf.architectures import architecture_of, is_read
+from compiler_trainer.models.gguf.file import TYPES, is_gguf, write_gguf
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import dequantize_layers
 from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.weights import INDEX, ONE_FILE
-from compiler_trainer.places.store import Place
-from compiler_trainer.runs.check_export import check_export_alone
+from compiler_trainer.runs.check_export import check_export_alone, config_of_run
 from compiler_trainer.runs.saved import trained_model
 
+DTYPES: dict[str, torch.dtype | None] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    FLOAT8: None,  # written from weights in train.dtype
+}
 GENERATION, TEMPLATES = "generation_config.json", "additional_chat_templates"
 NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".md"))
 TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
@@ -35,57 +44,71 @@ ANSWER = "forty-two"
 FURTHER = "model-mtp.safetensors"
 LEFT_OUT = "; without the layers of multi-token prediction, which transformers has for DeepSeek-V3 with experts only"
 POOLING = {"mean": "mean_tokens", "last": "lasttoken"}  # names of sentence-transformers
-LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # next to a tokenizer.json
 END = "<|endoftext|>"  # a byte tokenizer's end of document
 
 
-def export_to_store(
-    cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
-) -> str:
-    """Write an export into a folder of a store, its configuration last: a partial export cannot be loaded."""
-    place = Place(url)
-    if place.files():
-        raise UserError(url, "exists already; name a new folder")
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "export")
-        sentence = export(cfg, out, dtype, merge, averaged, check)
-        files = [file for file in out.rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: (file.name in LAST, file.name)):
-            place.put(file, file.relative_to(out).as_posix())
-        return f"{len(files)} files; once they are on a disk, {sentence.replace(str(out), 'FOLDER')}"
-
-
 def export(
-    cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
+    cfg: Config, out: Path, dtype: str | None, merge: bool, averaged: bool = False, check: bool = False
 ) -> str:
-    """Write the newest checkpoint of a run as a folder; return a sentence on how to load it.
+    """Write the newest checkpoint of a run as a folder, or as a file OUT.gguf; return a sentence on how to load it.
 
-    `dtype` is the dtype of floating-point weights (None: `train.dtype`). For a model with LoRA only the adapters are
-    written or, with `merge`, the model with the adapters merged. `averaged` weights are those of `train.ema`. The
-    folder appears once it is complete and, with `check`, gives a few tokens the trainer's log-probabilities. Raises
-    UserError if a model has no such form, and RunError if the log-probabilities differ.
+    `dtype` is the dtype of the weights, one of `DTYPES` or, in a GGUF file, of its `TYPES` (None: `train.dtype`). For a
+    model with LoRA only the adapters are written or, with `merge`, the model with the adapters merged. `averaged`
+    weights are those of `train.ema`. The folder or file appears once it is complete and, with `check`, gives a few
+    tokens the trainer's log-probabilities. Raises UserError if a model has no such form, and RunError if the
+    log-probabilities differ.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (is_gguf(out) or not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "exists already; name a new or an empty folder")
-    if isinstance(cfg.model, ModelConfig):
-        form_of(cfg.model)  # fails before reading weights
-    if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
-        raise UserError("--merge", "needs a model with model.lora; this one has nothing to merge")
+    check_options(cfg, out, dtype, merge)
     _, module = trained_model(cfg, averaged)
     target = out.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         partial = Path(scratch, "export")
         partial.mkdir()
-        sentence = write(cfg, module, partial, dtype, merge)
+        sentence = write(cfg, module, partial, None if is_gguf(out) else DTYPES.get(dtype or ""), merge)
         del module  # the check needs memory of its own
+        folder = partial
+        if dtype == FLOAT8:
+            to_float8(folder)
+            sentence = f"serve it with vLLM: vllm serve {partial}"
+        if is_gguf(out):
+            partial = Path(scratch, target.name)
+            write_gguf(folder, partial, dtype or cfg.train.dtype, target.stem)
+            sentence = f"run it with llama.cpp: llama-cli -m {partial}"
         if isinstance(cfg.model, FolderConfig) and cfg.model.quantize and not merge:
             sentence += f"; not checked, because it was trained on weights in {cfg.model.quantize}"
+        elif check and is_gguf(out) and not is_read(config_of_run(cfg).model_type):
+            sentence += f"{check_few(cfg, folder, averaged)}; a folder was checked, transformers does not read the file"
         elif check and isinstance(cfg.model, FolderConfig | ModelConfig):
             sentence += check_few(cfg, partial, averaged)
         partial.replace(target)
     return sentence.replace(str(partial), str(out))
+
+
+def check_options(cfg: Config, out: Path, dtype: str | None, merge: bool) -> None:
+    """Raise UserError if a run has no export of this form, before its weights are read."""
+    if isinstance(cfg.model, ModelConfig):
+        form_of(cfg.model)
+    has_adapters = isinstance(cfg.model, FolderConfig) and cfg.model.lora is not None
+    if merge and not has_adapters:
+        raise UserError("--merge", "needs a model with model.lora; this one has nothing to merge")
+    types = TYPES if is_gguf(out) else DTYPES
+    if dtype is not None and dtype not in types:
+        kind, other = ("GGUF files", "a folder") if is_gguf(out) else ("folders", "a file OUT.gguf")
+        raise UserError("--dtype", f"{dtype} is no type of {kind}; choose one of {', '.join(types)}, or name {other}")
+    if not is_gguf(out) and dtype != FLOAT8:
+        return
+    form = "GGUF" if is_gguf(out) else "float8"
+    if has_adapters and not merge:
+        raise UserError(str(out), f"{form} is for whole models, and this run has adapters; add --merge")
+    if not isinstance(cfg.model, FolderConfig | ModelConfig) or cfg.head != "lm" or cfg.data.images_per_row:
+        raise UserError(str(out), f"{form} is written for causal language models alone; export a folder, not in float8")
+    import_module("gguf" if is_gguf(out) else "compressed_tensors")  # extras
+    if is_gguf(out):
+        architecture_of("model", config_of_run(cfg).to_dict())
 
 
 def check_few(cfg: Config, folder: Path, averaged: bool) -> str:

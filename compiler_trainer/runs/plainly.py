@@ -1,7 +1,9 @@
 """Log-probabilities computed by transformers and peft alone: run as a file, imports nothing of this trainer.
 
     python -P plainly.py FOLDER HEAD < texts.json
+    python -P plainly.py FILE.gguf lm CONFIG < texts.json
 
+CONFIG is a folder with the model's config.json, for options that transformers (5.23) does not read from GGUF.
 For texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability of each id but the first, ...], ...]; for
 other heads than `lm`, the sums of the outputs of each token but the last.
 """
@@ -18,17 +20,19 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+FILE_TYPES = {0: "float32", 1: "float16", 7: "q8_0", 32: "bfloat16"}  # of GGUF
 CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}
 
 
 @torch.inference_mode()
-def values_of(folder: str, head: str, texts: list[list[int]]) -> dict[str, Any]:
-    """Return the dtype and the values of the module's output."""
+def values_of(place: str, head: str, texts: list[list[int]], config: str = "") -> dict[str, Any]:
+    """Return the dtype of the weights and the values of the module's output."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = loaded(folder, head).to(device).eval()
+    model, dtype = from_gguf(place, config) if config else loaded(place, head)
+    model.to(device).eval()
     values = of_tokens if head == "lm" else of_outputs
     results = [values(model, torch.tensor([text], device=device)).tolist() for text in texts]
-    return {"dtype": str(model.dtype).removeprefix("torch."), "values": results}
+    return {"dtype": dtype, "values": results}
 
 
 def of_tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,32 @@ def of_outputs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([row.reshape(-1, row.shape[-1])[-1].float().sum() for row in rows])
 
 
-def loaded(folder: str, head: str) -> Any:
+def from_gguf(file: str, config: str) -> tuple[Any, str]:
+    """Return the model of a GGUF file in float32, with the options that the file has, and the type of its weights."""
+    folder, name = str(Path(file).parent), Path(file).name
+    in_file = transformers.PreTrainedConfig.get_config_dict(folder, gguf_file=name)[0]
+    options = transformers.AutoConfig.from_pretrained(config).to_dict()
+    rope = options["rope_parameters"]
+    rope.get("full_attention", rope)["rope_theta"] = in_file.pop("rope_theta")
+    if in_file["model_type"] == "mistral":  # a llama in GGUF, for whose tensors transformers has no names
+        in_file["model_type"] = "llama"
+    merged = transformers.AutoConfig.for_model(**options | in_file)
+    settings = {"gguf_file": name, "config": merged, "dtype": torch.float32, "output_loading_info": True}
+    loading: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, **settings)
+    model, info = loading
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"it reads no {missing[0]} from a GGUF file of this kind")
+    fields = importlib.import_module("gguf").GGUFReader(file).fields
+    return model, FILE_TYPES[fields["general.file_type"].contents()]
+
+
+def loaded(folder: str, head: str) -> tuple[Any, str]:
+    """Return the model of a folder, and the dtype of its weights."""
+    model = of_folder(folder, head)
+    return model, "float8" if hasattr(model.config, "quantization_config") else str(model.dtype).removeprefix("torch.")
+
+
+def of_folder(folder: str, head: str) -> Any:
     """Return the model of a folder. peft loads adapters, because transformers (5.23) leaves out the lengths of DoRA."""
     file = Path(folder, "adapter_config.json")
     if not file.exists():
@@ -63,4 +92,5 @@ def kind_of(folder: str, head: str) -> Any:
 
 
 if __name__ == "__main__":
-    json.dump(values_of(sys.argv[1], sys.argv[2], json.load(sys.stdin)), sys.stdout)
+    place, head, *config = sys.argv[1:]
+    json.dump(values_of(place, head, json.load(sys.stdin), *config), sys.stdout)

@@ -25,6 +25,7 @@ from doc_pages import ROOT, Command, commands, commands_of
 from doc_places import RUNS, furnish, furnish_elsewhere, run_of, tiny
 from object_store import served
 from omegaconf import OmegaConf
+from open_hub import accepting
 
 from compiler_trainer.cli import app
 from compiler_trainer.cli.table import VERBS
@@ -34,9 +35,11 @@ from compiler_trainer.config import schema
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.descriptions import choices_of
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.jobs import with_files
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
+from compiler_trainer.places.hub import is_of_hub
 from compiler_trainer.planning.auto import plan_request
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.planning.search import all_forms, room
@@ -302,9 +305,10 @@ VERB_LINES = [c for c in of_kind("verb") if c.arguments[1:] and c.arguments[0] n
 
 
 def use_of(command: Command) -> tuple[str, ...]:
-    """Return a verb with its flags, and "True" if options follow."""
+    """Return a verb with its flags, the kind of place that it writes to, and "True" if options follow."""
     words = command.arguments
-    return (words[0], *(w for w in words if w.startswith("--")), str(any("=" in w for w in words)))
+    places = [kind for word in words for kind in ("://", "hub:", ".gguf") if kind in word]
+    return (words[0], *(w for w in words if w.startswith("--")), *places, str(any("=" in w for w in words)))
 
 
 def pretend_to_run(run: Path) -> None:
@@ -338,7 +342,7 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
             assert call("export", words[1], words[i], *(word for word in words if word == "--ema")) == 0
         elif word in ("fold_scales", "tanh_gelu"):  # the pages ask their readers to write these passes
             words[i] = "simplify"
-        elif verb == "export" and i == 2 and "://" not in word or words[i - 1] == "--out" and verb == "compile":
+        elif verb == "export" and i == 2 and not is_remote(word) and not is_of_hub(word) or words[i - 1] == "--out" and verb == "compile":
             words[i] = str(tmp_path / word)
     if verb == "compile":
         words += "model.dim=64 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 model.ffn_dim=64 train.seq_len=64".split()
@@ -349,6 +353,7 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    accepting(monkeypatch)
     assert command.arguments[0] in VERBS, str(command)
     arguments = arguments_of(command, tmp_path)
     output = io.StringIO()

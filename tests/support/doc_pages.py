@@ -16,7 +16,7 @@ PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") i
 TRAIN = ("compiler-trainer", "-m compiler_trainer")
 STARTS = ("compiler-trainer", "torchrun", "python -m", "pip install", "make ", ".venv/bin/")
 OTHERS = {  # commands of others: first word -> the reason not to check the line
-    "git": "git clone", "cd": "", "source": ".venv/bin/activate", "hf": "hf download", "vllm": "vllm serve",
+    "git": "git clone", "cd": "", "source": ".venv/bin/activate", "hf": "hf download", "vllm": "vllm serve", "llama-cli": "llama-cli -m",
     "tensorboard": "", "lm_eval": "lm_eval --model hf", "apt-get": "", "docker": "docker build", "tlparse": "", "head=$(scontrol": "SLURM",
 }
 SHELL_FENCES = ("sh", "bash")

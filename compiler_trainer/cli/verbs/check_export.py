@@ -1,6 +1,7 @@
 """`check-export`: compare transformers' results for an export with the trainer's for the checkpoint.
 
     compiler-trainer check-export RUN OUT
+    compiler-trainer check-export RUN OUT.gguf
     compiler-trainer check-export RUN OUT --ema
     compiler-trainer check-export RUN OUT data=text data.files=[FILE]
 
@@ -16,6 +17,7 @@ from compiler_trainer.cli.ends import is_first
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.cli.verbs.eval import evaluated_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.models.gguf.file import is_gguf
 from compiler_trainer.runs.check_export import check_export
 
 
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the difference; return the exit code."""
     arg_parser = run_parser("check-export")
     arg_parser.add_argument(
-        "out", type=Path, metavar="OUT", help="a folder that `export` wrote from the same checkpoint"
+        "out", type=Path, metavar="OUT", help="a folder or file that `export` wrote from the same checkpoint"
     )
     arg_parser.add_argument(
         "--tokens", type=int, default=64, help="approximate number of tokens to compare (default 64)"
@@ -33,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     args = arg_parser.parse_intermixed_args(arguments)
     if args.tokens < 1:
         raise UserError("--tokens", f"is {args.tokens}; compare at least 1")
-    if not args.out.is_dir():
-        raise UserError(str(args.out), "is not a folder; write one with compiler-trainer export RUN OUT")
+    if not (args.out.is_file() if is_gguf(args.out) else args.out.is_dir()):
+        raise UserError(str(args.out), "is no folder or GGUF file; write one with compiler-trainer export RUN OUT")
     cfg, other = evaluated_config(args.run, args.overrides, args.checkpoint)
     is_same, message = check_export(cfg, other, args.out, args.tokens, args.ema)
     if is_first():

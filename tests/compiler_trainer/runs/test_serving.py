@@ -197,7 +197,7 @@ def test_transformers_generates_from_an_export_what_the_run_generates(trained, t
 @pytest.mark.full
 def test_what_is_no_export_is_refused(trained, tmp_path, capsys):
     assert call("check-export", trained("folder"), tmp_path / "none") == 2
-    assert f"error: {tmp_path / 'none'}: is not a folder; write one" in capsys.readouterr().err
+    assert f"error: {tmp_path / 'none'}: is no folder or GGUF file; write one" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert call("check-export", trained("folder"), tmp_path / "empty") == 2
     assert f"error: {tmp_path / 'empty'}: transformers does not compute with it: " in capsys.readouterr().err

@@ -173,6 +173,9 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
     assert "s3://bucket/exported: 5 files; once they are on a disk, load it with transformers" in capsys.readouterr().out
     assert {name.rpartition("/")[2] for name in store.names("exported")} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 2
+    assert call("export", tmp_path / "a", "s3://bucket/files/a.gguf", "--no-check") == 0
+    assert call("export", tmp_path / "a", "s3://bucket/files/a.gguf") == 2
+    assert Place("s3://bucket/files").files().keys() == {"a.gguf"}
     assert "s3://bucket/exported: exists already" in capsys.readouterr().err
     assert call("export", tmp_path / "a", tmp_path / "out", "--checkpoint", f"{url}/step_00000006") == 0
     assert call("export", tmp_path / "a", tmp_path / "none", "--checkpoint", f"{url}/step_00000007") == 2
