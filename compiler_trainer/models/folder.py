@@ -10,6 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
-from compiler_trainer.models.quantized import FORMATS, QuantizedLinear, quantize_layers, replace
+from compiler_trainer.models.quantized import FORMATS, originals_in, quantize_weights, quantized_in, weights_of
 from compiler_trainer.models.skeleton import skeleton
 from compiler_trainer.models.transformers_private import (
     absent,
@@ -137,6 +138,10 @@ def adapted(module: nn.Module, lora: LoraConfig, task: str = TASKS["lm"]) -> nn.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             return peft.get_peft_model(module, options).train()
     except ValueError as error:
+        if "ParamWrapper" in str(error) and (lora.dropout or lora.dora):
+            problem = "peft has neither dropout nor DoRA for the terms of experts and routers, which it adapts here"
+            fix = "set model.lora.dropout=0 and model.lora.dora=false, or model.lora.targets to layers of attention"
+            raise UserError("model.lora", f"{problem}; {fix}") from error
         raise UserError("model.lora.targets", " ".join(str(error).split())) from error
 
 
@@ -197,10 +202,10 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
     """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `stored` is None.
 
     A parameter is drawn when a part of it is first read. Only transformers knows how, so a rank draws all of it or
-    nothing. A quantized layer is quantized from all of its weight, one layer at a time.
+    nothing. A weight is quantized as a whole, one weight at a time, and of a stack of experts one matrix at a time.
     """
-    quantized = {path: layer for path, layer in module.named_modules() if isinstance(layer, QuantizedLinear)}
-    originals = {path: layer.original[0].weight for path, layer in quantized.items()}
+    quantized = quantized_in(module)
+    parts = {id(tensor) for weight in quantized.values() for tensor in (*weight.parameters(), *weight.buffers())}
 
     def value_of(name: str, parameter: Tensor) -> Value:
         """Return the value of a parameter that is not quantized."""
@@ -214,36 +219,34 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
 
     def lengths(path: str) -> Tensor:
         """Return the lengths of a weight for each of the layer's outputs, as DoRA starts with."""
-        layer, dora = module.get_submodule(f"{path}.base_layer"), module.get_submodule(f"{path}{MAGNITUDE}default")
-        if isinstance(layer, QuantizedLinear):
-            weight = FORMATS[layer.format_name].dequantize(state_of(f"{path}.base_layer"))
+        name, dora = f"{path}.base_layer.weight", module.get_submodule(f"{path}{MAGNITUDE}default")
+        if name in quantized:
+            weight = FORMATS[quantized[name].format_name].dequantize(state_of(name))
         else:
-            weight = value_of(f"{path}.base_layer.weight", layer.weight)[()]  # type: ignore[arg-type]
+            weight = value_of(name, module.get_parameter(name))[()]
         return weight.to(torch.float32).norm(dim=0 if dora.fan_in_fan_out else 1)
 
     @lru_cache(1)
-    def state_of(path: str) -> dict[str, Tensor]:
-        """Return the state of a quantized layer; the last one is kept, because its tensors are read one by one."""
-        weight = value_of(f"{path}.weight", originals[path])[()]
-        return FORMATS[quantized[path].format_name].quantize(weight.to(torch.float32))
+    def state_of(name: str) -> dict[str, Tensor]:
+        """Return the state of a quantized weight; the last one is kept, because its tensors are read one by one."""
+        value = value_of(name, quantized[name].original[0])
+        return quantized[name].state_of(value[()] if isinstance(value, Made) else value)
 
-    def make(path: str, name: str) -> Tensor:
-        """Return a tensor of a quantized layer."""
-        return state_of(path)[name]
+    def make(name: str, part: str) -> Tensor:
+        """Return a tensor of a quantized weight."""
+        return state_of(name)[part]
 
     for name, parameter in module.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        if path not in quantized or leaf not in quantized[path].names:
+        if id(parameter) not in parts:
             yield name, value_of(name, parameter)
     for name, buffer in module.named_buffers():
-        path, _, leaf = name.rpartition(".")
         original = unwrapped(name.removeprefix(ADAPTED))
-        if path not in quantized:
+        if id(buffer) not in parts:
             yield name, stored[original] if stored is not None and original in stored else buffer
-    for path, layer in quantized.items():
-        for name in layer.names:
-            like = getattr(layer, name)
-            yield f"{path}.{name}", Made(tuple(like.shape), like.dtype, partial(make, path, name))
+    for name, weight in quantized.items():
+        path, _, leaf = name.rpartition(".")
+        for part, like in (*weight.named_parameters(), *weight.named_buffers()):
+            yield f"{path}.quantized.{leaf}.{part}", Made(tuple(like.shape), like.dtype, partial(make, name, part))
 
 
 def plain(module: Any) -> Any:
@@ -394,27 +397,26 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
     path, _, leaf = name.rpartition(".")
     if ".lora_" in name:
         return lora_start(name, parameter, seed)
-    layer = module.get_submodule(path)
-    if isinstance(layer, QuantizedLinear):  # as it was
-        replace(module, path, layer.original[0])
-        try:
-            return drawn(module, name, parameter, seed)
-        finally:
-            replace(module, path, layer)
-    owner = layer
-    parameters = {key: p for key, p in owner.named_parameters(recurse=False)}
-    for key, p in parameters.items():
-        setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
-    try:
-        with seeded(seed, path):
-            initialize(plain(module), path.removeprefix(ADAPTED))
+    owner = module.get_submodule(path)
+    with originals_in(owner), nans_in(owner), seeded(seed, path):
+        initialize(plain(module), path.removeprefix(ADAPTED))
         value = getattr(owner, leaf).detach()
-    finally:
-        for key, p in parameters.items():
-            setattr(owner, key, p)
     if value.isnan().any():
         raise UserError(name, "transformers gives it no initial value; use model.init=weights")
     return value
+
+
+@contextmanager
+def nans_in(owner: nn.Module) -> Iterator[None]:
+    """Give a module parameters of NaNs inside the block."""
+    parameters = dict(owner.named_parameters(recurse=False))
+    for key, p in parameters.items():
+        setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
+    try:
+        yield
+    finally:
+        for key, p in parameters.items():
+            setattr(owner, key, p)
 
 
 def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
@@ -429,9 +431,32 @@ def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def quantize(module: nn.Module, format_name: str | None) -> str:
-    """Store the frozen linear layers in 4 or 8 bits, except the head (None: leave them); return a line about it."""
+    """Store the frozen linear layers and experts in 4 or 8 bits, except the head (None: leave them); return a line."""
+    if format_name is None:
+        return ""
     heads = [layer for name, layer in module.named_modules() if f".{SCORE}." in name]
-    return quantize_layers(module, format_name, [plain(module).get_output_embeddings(), *heads]) if format_name else ""
+    line = quantize_weights(module, format_name, [plain(module).get_output_embeddings(), *heads])
+    of_parameters = library("peft").tuners.lora.ParamWrapper
+    for layer in module.modules():
+        if isinstance(layer, of_parameters) and layer.parameter_name in weights_of(layer.get_base_layer()):
+            layer.__class__ = adding(type(layer))  # type: ignore[arg-type]
+    return line
+
+
+@cache
+def adding(kind: type) -> type:
+    """Return a subclass of peft's LoRA of a parameter, whose terms are added to a weight that codes stand for."""
+
+    @contextmanager
+    def activate(layer: Any, active: list[str]) -> Iterator[None]:
+        weight: Any = weights_of(layer.get_base_layer())[layer.parameter_name]
+        weight.terms = [layer.get_delta_factors(name) for name in active if name in layer.lora_A]
+        try:
+            yield
+        finally:
+            weight.terms = []
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "_activate_lora": activate})
 
 
 def build(

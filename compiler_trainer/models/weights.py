@@ -72,7 +72,7 @@ class Joined:
         return self.parts[0].dtype
 
     def __getitem__(self, index: Index) -> Tensor:
-        index = index or tuple(map(slice, self.shape))
+        index = (*index, *map(slice, self.shape[len(index) :]))
         first, last, _ = index[self.dim].indices(self.shape[self.dim])
         slices, begin = [], 0
         for part in self.parts:
