@@ -35,7 +35,7 @@ from compiler_trainer.models.transformers_private import (
     in_order,
     initialize,
 )
-from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
+from compiler_trainer.models.weights import InMxfp4, Joined, Made, Stacked, stored_in, with_stacks
 from passes.ir.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
@@ -46,6 +46,7 @@ ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_m
 SEEING = "AutoModelForImageTextToText"  # the class of a vision-language model
 CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}  # by head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}  # peft's names
+READ_METHOD = "mxfp4"  # a quantization_config.quant_method: experts of gpt-oss
 SCORE = "score"  # the head of a sequence classification in transformers' decoders
 
 
@@ -78,8 +79,11 @@ def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
     if not sees and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         problem = f"is of a {config.model_type}, and transformers has no causal language model of that type"
         raise UserError(f"{cfg.path}/config.json", problem)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        if (method := quantization.get("quant_method")) != READ_METHOD:
+            problem = f"has weights quantized by {method}, of which only {READ_METHOD} is read"
+            raise UserError(f"{cfg.path}/config.json", f"{problem}; use the model in 16 bits")
+        del config.quantization_config  # transformers would build modules of its own for it
     if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
         problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
         raise UserError(f"{cfg.path}/config.json", problem)
@@ -230,6 +234,8 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
     def state_of(name: str) -> dict[str, Tensor]:
         """Return the state of a quantized weight; the last one is kept, because its tensors are read one by one."""
         value = value_of(name, quantized[name].original[0])
+        if isinstance(value, InMxfp4) and quantized[name].format_name == "mxfp4":
+            return value.state(slice(None)) | {"like": torch.zeros(())}
         return quantized[name].state_of(value[()] if isinstance(value, Made) else value)
 
     def make(name: str, part: str) -> Tensor:
@@ -266,7 +272,11 @@ def stored_values(
         return None
     model = plain(module)
     folder, expected = Path(cfg.path), expected_of(model)
-    available = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in expected.items()})
+    stored = with_stacks(stored_in(folder))
+    if count := sum(isinstance(value, InMxfp4) for value in stored.values()):
+        use = "their codes are taken as they are" if cfg.quantize == "mxfp4" else "they are dequantized"
+        remark(f"{count} stacks of experts of {folder} are stored in mxfp4; {use}")
+    available = renamed(model, stored, {alias: meta for alias, (_, meta) in expected.items()})
     values: dict[str, Stored] = {}
     for alias, (name, meta) in expected.items():
         if alias in available:
@@ -335,12 +345,12 @@ def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
     return value
 
 
-def renamed(model: Any, stored: Mapping[str, InFile], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
+def renamed(model: Any, stored: Mapping[str, Stored], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
     """Return the folder's tensors by the module's names, joined where the module has several as one."""
     conversion = conversion_of(model)
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
     values: dict[str, Stored] = {}
-    parts: dict[str, dict[str, list[InFile]]] = {}
+    parts: dict[str, dict[str, list[Stored]]] = {}
     for name in in_order(stored):
         target, pattern = conversion.target(name, model, expected)
         if pattern is None:
@@ -355,7 +365,7 @@ def renamed(model: Any, stored: Mapping[str, InFile], expected: Mapping[str, Ten
 
 
 def converted(
-    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, expected: Mapping[str, Tensor]
+    converter: Any, target: str, sources: Mapping[str, list[Stored]], model: Any, expected: Mapping[str, Tensor]
 ) -> dict[str, Stored]:
     """Return the tensors that a transformers converter makes, by name; stacks and joins can be read in slices."""
     kinds = [type(operation).__name__ for operation in converter.operations]
