@@ -203,7 +203,7 @@ class Quantized(nn.Module):
             state = quantize(value[()].to(torch.float32))
         else:
             parts = (value[(slice(i, i + 1),)].to(torch.float32) for i in range(self.shape[0]))
-            states = [quantize(self.rows_last(part)) for part in parts]
+            states = [quantize(self.rows_last(part).contiguous()) for part in parts]
             state = {n: first if n in TABLES else torch.cat([s[n] for s in states]) for n, first in states[0].items()}
         return state | {"like": torch.zeros((), dtype=self.like.dtype)}
 

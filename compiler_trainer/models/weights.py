@@ -119,7 +119,7 @@ class InMxfp4:
         return torch.bfloat16
 
     def state(self, experts: slice) -> dict[str, Tensor]:
-        """Return the state of some experts in the format `mxfp4` of `quantized`, whose first code is in the upper half."""
+        """Return the state of some experts as `quantized` has it, with the first of two codes in the upper half."""
         blocks = self.blocks[(experts,)].flatten(-2)
         return {"codes": blocks << 4 | blocks >> 4, "scales": self.scales[(experts,)], "table": table_of_e2m1()}
 
@@ -130,7 +130,7 @@ class InMxfp4:
 
 
 def with_stacks(tensors: Mapping[str, InFile]) -> dict[str, InFile | InMxfp4]:
-    """Return tensors by name, with `*_blocks` and `*_scales` of bytes as one each; raise UserError if they do not fit."""
+    """Return tensors by name, with `*_blocks` and `*_scales` of bytes as one; raise UserError if they do not fit."""
     joined: dict[str, InFile | InMxfp4] = dict(tensors)
     for name, blocks in tensors.items():
         stack = name.removesuffix("_blocks")
