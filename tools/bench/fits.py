@@ -57,6 +57,7 @@ def mistral_large() -> Any:
 
 def qwen3_moe(size: int, width: int, layers: int, heads: int, keys: int, experts: int) -> Any:
     """Return the config of a Qwen3 mixture, 8 of whose experts compute each token."""
+    others: dict[str, Any] = {"head_dim": 128}
     return transformers.Qwen3MoeConfig(
         hidden_size=size,
         moe_intermediate_size=width,
@@ -65,10 +66,10 @@ def qwen3_moe(size: int, width: int, layers: int, heads: int, keys: int, experts
         num_key_value_heads=keys,
         num_experts=experts,
         num_experts_per_tok=8,
-        head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
         norm_topk_prob=True,
+        **others,
     )
 
 
