@@ -168,7 +168,7 @@ class FolderConfig:
     init: Literal["weights", "random"] = "weights"  # load the folder's weights, or start from random ones
     attention: Literal["documents", "causal"] = "documents"  # causal within each document of a sequence, or over all
     lora: LoraConfig | None = None
-    quantize: Quantization | None = None  # store the linear layers under LoRA in 4 or 8 bits (QLoRA)
+    quantize: Quantization | None = None  # store linear layers under LoRA, and experts, in 4 or 8 bits (QLoRA)
     head: Head = "lm"  # logits of tokens; scores, one for each of data.labels, or one for a reward; or hidden states
 
 

@@ -40,8 +40,11 @@ class MixtureOfExperts(nn.Module):
 class Experts(nn.Module):
     """E SwiGLU layers, their weights in 3-D parameters [E, in, out]."""
 
+    is_transposed = True  # against linear layers, as transformers has it
+
     def __init__(self, dim: int, cfg: ExpertsConfig):
         super().__init__()
+        self.num_experts = cfg.count
         self.weighs_input = cfg.weigh == "input"
         self.w1 = nn.Parameter(like_linear(torch.empty(cfg.count, dim, cfg.width), dim))
         self.w2 = nn.Parameter(like_linear(torch.empty(cfg.count, cfg.width, dim), cfg.width))
@@ -52,7 +55,7 @@ class Experts(nn.Module):
         k = ids.shape[1]
         experts, slots = torch.sort(ids.reshape(-1))
         rows, weight = x[slots // k], weights.reshape(-1)[slots].unsqueeze(1)
-        ends = rows_by_expert(experts, self.w1.shape[0]).cumsum(0, dtype=torch.int32)
+        ends = rows_by_expert(experts, self.num_experts).cumsum(0, dtype=torch.int32)
         if self.weighs_input:
             rows = rows * weight
         hidden = F.silu(F.grouped_mm(rows, self.w1, offs=ends)) * F.grouped_mm(rows, self.w3, offs=ends)

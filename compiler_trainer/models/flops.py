@@ -8,6 +8,7 @@ no such term.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.llama import Llama
-from compiler_trainer.models.quantized import SHARDED, QuantizedLinear
+from compiler_trainer.models.quantized import quantized_in
 
 SIZES = """num_experts_per_tok num_attention_heads num_hidden_layers head_dim qk_nope_head_dim qk_rope_head_dim
     v_head_dim sliding_window attention_chunk_size layer_types""".split()
@@ -63,12 +64,16 @@ def of_attention(config: Any, sizes: dict[str, Any], seq_len: int) -> int:
 def of_weights(module: nn.Module, experts_taken: int = 1) -> int:
     """Return the FLOPs per token of the matmuls with weights. Other work depends on the model's code."""
     looked_up = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    multiplied = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
-    quantized = [m for m in module.modules() if isinstance(m, QuantizedLinear)]
-    codes = {id(m.get_parameter(name)) for m in quantized for name in m.names if name in SHARDED}
-    total = sum(4 * m.in_features * m.out_features for m in quantized)
+    linear = (m for m in module.modules() if isinstance(m, nn.Linear))
+    multiplied = {id(p) for m in linear for name, p in m.named_parameters(recurse=False) if name == "weight"}
+    quantized = quantized_in(module)
+    codes = {id(p) for weight in quantized.values() for p in weight.parameters()}
+    weights = [(name, weight.shape, 4) for name, weight in quantized.items()]
     for name, p in module.named_parameters():
         if id(p) not in looked_up - multiplied and id(p) not in codes:
-            used = p.numel() * experts_taken // p.shape[0] if ".experts." in name and p.dim() == 3 else p.numel()
-            total += (6 if p.requires_grad else 4) * used
+            weights.append((name, tuple(p.shape), 6 if p.requires_grad else 4))
+    total = 0
+    for name, shape, times in weights:
+        is_stack = ".experts." in name and len(shape) == 3
+        total += times * (math.prod(shape) * experts_taken // shape[0] if is_stack else math.prod(shape))
     return total

@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import RESTARTING, inputs_of
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
-from compiler_trainer.models.quantized import FORMATS, QuantizedLinear, quantize_layers, replace
+from compiler_trainer.models.quantized import FORMATS, originals_in, quantize_weights, quantized_in, weights_of
 from compiler_trainer.models.skeleton import skeleton
 from compiler_trainer.models.transformers_private import (
     absent,
@@ -35,7 +35,7 @@ from compiler_trainer.models.transformers_private import (
     in_order,
     initialize,
 )
-from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
+from compiler_trainer.models.weights import InMxfp4, Joined, Made, Stacked, stored_in, with_stacks
 from compiler_trainer.recurrences import recurrences_as_operators
 from passes.ir.spec import Stored, Value
 
@@ -47,6 +47,7 @@ ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_m
 SEEING = "AutoModelForImageTextToText"  # the class of a vision-language model
 CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}  # by head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}  # peft's names
+READ_METHOD = "mxfp4"  # a quantization_config.quant_method: experts of gpt-oss
 SCORE = "score"  # the head of a sequence classification in transformers' decoders
 
 
@@ -79,8 +80,11 @@ def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
     if not sees and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         problem = f"is of a {config.model_type}, and transformers has no causal language model of that type"
         raise UserError(f"{cfg.path}/config.json", problem)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        if (method := quantization.get("quant_method")) != READ_METHOD:
+            problem = f"has weights quantized by {method}, of which only {READ_METHOD} is read"
+            raise UserError(f"{cfg.path}/config.json", f"{problem}; use the model in 16 bits")
+        del config.quantization_config  # transformers would build modules of its own for it
     if getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
         problem = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
         raise UserError(f"{cfg.path}/config.json", problem)
@@ -139,6 +143,10 @@ def adapted(module: nn.Module, lora: LoraConfig, task: str = TASKS["lm"]) -> nn.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             return peft.get_peft_model(module, options).train()
     except ValueError as error:
+        if "ParamWrapper" in str(error) and (lora.dropout or lora.dora):
+            problem = "peft has neither dropout nor DoRA for the terms of experts and routers, which it adapts here"
+            fix = "set model.lora.dropout=0 and model.lora.dora=false, or model.lora.targets to layers of attention"
+            raise UserError("model.lora", f"{problem}; {fix}") from error
         raise UserError("model.lora.targets", " ".join(str(error).split())) from error
 
 
@@ -207,10 +215,10 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
     """Yield every parameter and buffer of a skeleton: the folder's value, or one drawn by name if `stored` is None.
 
     A parameter is drawn when a part of it is first read. Only transformers knows how, so a rank draws all of it or
-    nothing. A quantized layer is quantized from all of its weight, one layer at a time.
+    nothing. A weight is quantized as a whole, one weight at a time, and of a stack of experts one matrix at a time.
     """
-    quantized = {path: layer for path, layer in module.named_modules() if isinstance(layer, QuantizedLinear)}
-    originals = {path: layer.original[0].weight for path, layer in quantized.items()}
+    quantized = quantized_in(module)
+    parts = {id(tensor) for weight in quantized.values() for tensor in (*weight.parameters(), *weight.buffers())}
 
     def value_of(name: str, parameter: Tensor) -> Value:
         """Return the value of a parameter that is not quantized."""
@@ -224,36 +232,36 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
 
     def lengths(path: str) -> Tensor:
         """Return the lengths of a weight for each of the layer's outputs, as DoRA starts with."""
-        layer, dora = module.get_submodule(f"{path}.base_layer"), module.get_submodule(f"{path}{MAGNITUDE}default")
-        if isinstance(layer, QuantizedLinear):
-            weight = FORMATS[layer.format_name].dequantize(state_of(f"{path}.base_layer"))
+        name, dora = f"{path}.base_layer.weight", module.get_submodule(f"{path}{MAGNITUDE}default")
+        if name in quantized:
+            weight = FORMATS[quantized[name].format_name].dequantize(state_of(name))
         else:
-            weight = value_of(f"{path}.base_layer.weight", layer.weight)[()]  # type: ignore[arg-type]
+            weight = value_of(name, module.get_parameter(name))[()]
         return weight.to(torch.float32).norm(dim=0 if dora.fan_in_fan_out else 1)
 
     @lru_cache(1)
-    def state_of(path: str) -> dict[str, Tensor]:
-        """Return the state of a quantized layer; the last one is kept, because its tensors are read one by one."""
-        weight = value_of(f"{path}.weight", originals[path])[()]
-        return FORMATS[quantized[path].format_name].quantize(weight.to(torch.float32))
+    def state_of(name: str) -> dict[str, Tensor]:
+        """Return the state of a quantized weight; the last one is kept, because its tensors are read one by one."""
+        value = value_of(name, quantized[name].original[0])
+        if isinstance(value, InMxfp4) and quantized[name].format_name == "mxfp4":
+            return value.state(slice(None)) | {"like": torch.zeros(())}
+        return quantized[name].state_of(value[()] if isinstance(value, Made) else value)
 
-    def make(path: str, name: str) -> Tensor:
-        """Return a tensor of a quantized layer."""
-        return state_of(path)[name]
+    def make(name: str, part: str) -> Tensor:
+        """Return a tensor of a quantized weight."""
+        return state_of(name)[part]
 
     for name, parameter in module.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        if path not in quantized or leaf not in quantized[path].names:
+        if id(parameter) not in parts:
             yield name, value_of(name, parameter)
     for name, buffer in module.named_buffers():
-        path, _, leaf = name.rpartition(".")
         original = unwrapped(name.removeprefix(ADAPTED))
-        if path not in quantized:
+        if id(buffer) not in parts:
             yield name, stored[original] if stored is not None and original in stored else buffer
-    for path, layer in quantized.items():
-        for name in layer.names:
-            like = getattr(layer, name)
-            yield f"{path}.{name}", Made(tuple(like.shape), like.dtype, partial(make, path, name))
+    for name, weight in quantized.items():
+        path, _, leaf = name.rpartition(".")
+        for part, like in (*weight.named_parameters(), *weight.named_buffers()):
+            yield f"{path}.quantized.{leaf}.{part}", Made(tuple(like.shape), like.dtype, partial(make, name, part))
 
 
 def plain(module: Any) -> Any:
@@ -273,7 +281,11 @@ def stored_values(
         return None
     model = plain(module)
     folder, expected = Path(cfg.path), expected_of(model)
-    available = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in expected.items()})
+    stored = with_stacks(stored_in(folder))
+    if count := sum(isinstance(value, InMxfp4) for value in stored.values()):
+        use = "their codes are taken as they are" if cfg.quantize == "mxfp4" else "they are dequantized"
+        remark(f"{count} stacks of experts of {folder} are stored in mxfp4; {use}")
+    available = renamed(model, stored, {alias: meta for alias, (_, meta) in expected.items()})
     values: dict[str, Stored] = {}
     for alias, (name, meta) in expected.items():
         if alias in available:
@@ -342,12 +354,12 @@ def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
     return value
 
 
-def renamed(model: Any, stored: Mapping[str, InFile], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
+def renamed(model: Any, stored: Mapping[str, Stored], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
     """Return the folder's tensors by the module's names, joined where the module has several as one."""
     conversion = conversion_of(model)
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
     values: dict[str, Stored] = {}
-    parts: dict[str, dict[str, list[InFile]]] = {}
+    parts: dict[str, dict[str, list[Stored]]] = {}
     for name in in_order(stored):
         target, pattern = conversion.target(name, model, expected)
         if pattern is None:
@@ -362,7 +374,7 @@ def renamed(model: Any, stored: Mapping[str, InFile], expected: Mapping[str, Ten
 
 
 def converted(
-    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, expected: Mapping[str, Tensor]
+    converter: Any, target: str, sources: Mapping[str, list[Stored]], model: Any, expected: Mapping[str, Tensor]
 ) -> dict[str, Stored]:
     """Return the tensors that a transformers converter makes, by name; stacks and joins can be read in slices."""
     kinds = [type(operation).__name__ for operation in converter.operations]
@@ -404,27 +416,26 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
     path, _, leaf = name.rpartition(".")
     if ".lora_" in name:
         return lora_start(name, parameter, seed)
-    layer = module.get_submodule(path)
-    if isinstance(layer, QuantizedLinear):  # as it was
-        replace(module, path, layer.original[0])
-        try:
-            return drawn(module, name, parameter, seed)
-        finally:
-            replace(module, path, layer)
-    owner = layer
-    parameters = {key: p for key, p in owner.named_parameters(recurse=False)}
-    for key, p in parameters.items():
-        setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
-    try:
-        with seeded(seed, path):
-            initialize(plain(module), path.removeprefix(ADAPTED))
+    owner = module.get_submodule(path)
+    with originals_in(owner), nans_in(owner), seeded(seed, path):
+        initialize(plain(module), path.removeprefix(ADAPTED))
         value = getattr(owner, leaf).detach()
-    finally:
-        for key, p in parameters.items():
-            setattr(owner, key, p)
     if value.isnan().any():
         raise UserError(name, "transformers gives it no initial value; use model.init=weights")
     return value
+
+
+@contextmanager
+def nans_in(owner: nn.Module) -> Iterator[None]:
+    """Give a module parameters of NaNs inside the block."""
+    parameters = dict(owner.named_parameters(recurse=False))
+    for key, p in parameters.items():
+        setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
+    try:
+        yield
+    finally:
+        for key, p in parameters.items():
+            setattr(owner, key, p)
 
 
 def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
@@ -439,9 +450,32 @@ def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
 
 
 def quantize(module: nn.Module, format_name: str | None) -> str:
-    """Store the frozen linear layers in 4 or 8 bits, except the head (None: leave them); return a line about it."""
+    """Store the frozen linear layers and experts in 4 or 8 bits, except the head (None: leave them); return a line."""
+    if format_name is None:
+        return ""
     heads = [layer for name, layer in module.named_modules() if f".{SCORE}." in name]
-    return quantize_layers(module, format_name, [plain(module).get_output_embeddings(), *heads]) if format_name else ""
+    line = quantize_weights(module, format_name, [plain(module).get_output_embeddings(), *heads])
+    of_parameters = library("peft").tuners.lora.ParamWrapper
+    for layer in module.modules():
+        if isinstance(layer, of_parameters) and layer.parameter_name in weights_of(layer.get_base_layer()):
+            layer.__class__ = adding(type(layer))  # type: ignore[arg-type]
+    return line
+
+
+@cache
+def adding(kind: type) -> type:
+    """Return a subclass of peft's LoRA of a parameter, whose terms are added to a weight that codes stand for."""
+
+    @contextmanager
+    def activate(layer: Any, active: list[str]) -> Iterator[None]:
+        weight: Any = weights_of(layer.get_base_layer())[layer.parameter_name]
+        weight.terms = [layer.get_delta_factors(name) for name in active if name in layer.lora_A]
+        try:
+            yield
+        finally:
+            weight.terms = []
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "_activate_lora": activate})
 
 
 def build(

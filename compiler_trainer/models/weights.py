@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.models.quantized import dequantize_mxfp4, table_of_e2m1
 from passes.ir.spec import Stored
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -19,6 +20,7 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+BYTES_IN_BLOCK = 16  # of MXFP4
 Index = tuple[slice, ...]
 
 
@@ -72,7 +74,7 @@ class Joined:
         return self.parts[0].dtype
 
     def __getitem__(self, index: Index) -> Tensor:
-        index = index or tuple(map(slice, self.shape))
+        index = (*index, *map(slice, self.shape[len(index) :]))
         first, last, _ = index[self.dim].indices(self.shape[self.dim])
         slices, begin = [], 0
         for part in self.parts:
@@ -94,6 +96,54 @@ class Made:
 
     def __getitem__(self, index: Index) -> Tensor:
         return self.make()[index]
+
+
+@dataclass(frozen=True)
+class InMxfp4:
+    """A stack of experts' matrices [E, in, out] in MXFP4, as gpt-oss stores it, in bfloat16; read expert by expert.
+
+    `blocks`, uint8 [E, out, in / 32, 16], have two codes a byte, the first in the lower half; `scales`, uint8
+    [E, out, in / 32], are exponents.
+    """
+
+    blocks: InFile
+    scales: InFile
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, count, _ = self.blocks.shape
+        return (experts, count * 2 * BYTES_IN_BLOCK, rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def state(self, experts: slice) -> dict[str, Tensor]:
+        """Return the state of some experts as `quantized` has it, with the first of two codes in the upper half."""
+        blocks = self.blocks[(experts,)].flatten(-2)
+        return {"codes": blocks << 4 | blocks >> 4, "scales": self.scales[(experts,)], "table": table_of_e2m1()}
+
+    def __getitem__(self, index: Index) -> Tensor:
+        experts, *others = index or (slice(None),)
+        weight = dequantize_mxfp4(self.state(experts)).to(torch.bfloat16)
+        return weight.transpose(-2, -1)[(slice(None), *others)]
+
+
+def with_stacks(tensors: Mapping[str, InFile]) -> dict[str, InFile | InMxfp4]:
+    """Return tensors by name, with `*_blocks` and `*_scales` of bytes as one; raise UserError if they do not fit."""
+    joined: dict[str, InFile | InMxfp4] = dict(tensors)
+    for name, blocks in tensors.items():
+        stack = name.removesuffix("_blocks")
+        scales = tensors.get(f"{stack}_scales")
+        if stack == name or scales is None or blocks.dtype != torch.uint8:
+            continue
+        if len(scales.shape) != 3 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, BYTES_IN_BLOCK):
+            problem = f"has shape {list(blocks.shape)}, but {stack}_scales has {list(scales.shape)}"
+            fix = f"MXFP4 has bytes of shapes [E, out, in / 32, {BYTES_IN_BLOCK}] and [E, out, in / 32]"
+            raise UserError(f"{blocks.path}: {name}", f"{problem}; {fix}")
+        joined[stack] = InMxfp4(blocks, scales)
+        del joined[name], joined[f"{stack}_scales"]
+    return joined
 
 
 def stored_in(folder: Path) -> dict[str, InFile]:

@@ -24,7 +24,7 @@ from compiler_trainer.models.folder import CLASSES, SEEING, library, plain
 from compiler_trainer.models.gguf.architectures import architecture_of, is_read
 from compiler_trainer.models.gguf.file import TYPES, is_gguf, write_gguf
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.quantized import dequantize_layers
+from compiler_trainer.models.quantized import dequantize_weights
 from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.weights import INDEX, ONE_FILE
 from compiler_trainer.runs.check_export import check_export_alone, config_of_run
@@ -184,7 +184,7 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         base = str(Path(configured_path).resolve()) if local_path == configured_path else configured_path
         module.peft_config["default"].base_model_name_or_path = base
     if merge:
-        dequantize_layers(module)
+        dequantize_weights(module)
         untie_adapted(module)
         module = module.merge_and_unload()
     if cfg.model.head == "score":

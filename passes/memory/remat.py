@@ -74,12 +74,26 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
 
 
 def weights_to_unpack(program: ir.Program) -> set[fx.Node]:
-    """Return the forward operators on frozen weights that are stored as integers, and those on only these."""
+    """Return the forward operators on frozen weights stored as integers, and those on only these and tables."""
     inputs, written = dict(zip(program.placeholders(), program.inputs, strict=True)), {o.name for o in program.outputs}
     packed = {n for n, i in inputs.items() if i.kind == "frozen" and not ir.example(n).is_floating_point()}
     tables = {n for n, i in inputs.items() if i.kind == "buffer" and i.name not in written}
     packed |= {n for n in weight_nodes(program) if kind_of(n) and packed.intersection(n.all_input_nodes)}
-    return following(program, lambda node: not kind_of(node) and not packed.isdisjoint(node.all_input_nodes), tables)
+    nodes = following(program, lambda node: not kind_of(node) and not packed.isdisjoint(node.all_input_nodes), tables)
+    return nodes | made_of_tables(program, tables, nodes)
+
+
+def made_of_tables(program: ir.Program, tables: Set[fx.Node], users: Set[fx.Node]) -> set[fx.Node]:
+    """Return the forward operators on `tables` alone whose results only `users` read, as the scales of blocks."""
+    nodes = set[fx.Node]()
+    for node in program.calls():
+        operands = node.all_input_nodes
+        if ir.phase(node) == "forward" and operands and all(n in tables or n in nodes for n in operands):
+            nodes.add(node)
+    for node in reversed([n for n in program.calls() if n in nodes]):
+        if not all(user in users or user in nodes for user in node.users):
+            nodes.discard(node)
+    return nodes
 
 
 def following(

@@ -12,7 +12,7 @@ respect the factors that views give a dim: heads are never cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import fx
 
 from passes.ir import ir
 from passes.ir.operators import is_operator, name_of
+from passes.ir.slices import weight_nodes
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.rules.losses import IN_CHUNKS
-from passes.rules.roles import root
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Blocks:
         return Blocks(self.dim, self.outer * part[0], part[1], part[2] * self.inner)
 
 
+Dims = Sequence[tuple[str, ...]]  # the factors of each dim
 Part = tuple[int, int, int]  # blocks, or a factor, as `major * split * minor`; only `split` is sharded
 
 
@@ -47,7 +48,7 @@ class Trail:
     """The outcome of following blocks: weights that share them, and how they were reduced."""
 
     part: Part  # the finest part that some use needs split
-    weights: dict[fx.Node, Blocks] = field(default_factory=dict)
+    weights: dict[fx.Node, Blocks] = field(default_factory=dict)  # parameters
     contracted: bool = False  # summed in a matmul with a weight
     folded: bool = False  # reduced without a weight
 
@@ -57,6 +58,12 @@ class Trail:
         self.part = min(self.part, other.part, key=lambda part: part[1])
         self.contracted |= other.contracted
         self.folded |= other.folded
+
+    def joined(self, other: Trail) -> Trail:
+        """Return both trails as one."""
+        both = replace(self, weights={**self.weights})
+        both.join(other)
+        return both
 
     def within(self, part: Part) -> Trail:
         """Return the trail of a part of some blocks as a trail of the blocks."""
@@ -90,18 +97,19 @@ def result_of(search: Search) -> Trail | None:
     return trail
 
 
-def experts_of(program: ir.Program) -> dict[str, int]:
-    """Map the names of expert weights to the dim that counts experts.
+def experts_of(program: ir.Program) -> Plan:
+    """Map the names of expert weights to the dim that counts experts, or to the blocks of a dim that do.
 
     A parameter is an expert weight if sorted rows use it by expert, or if a matmul by expert is summed over the
     experts, as in a mixture that sends all tokens through all of them.
     """
-    finder, dims = _Finder(program, 1), dict[str, int]()
+    finder, plan = _Finder(program, 1), Plan()
     names = {node: input_.name for node, input_ in zip(program.placeholders(), program.inputs)}
-    for operand, dim in (pair for node in program.calls() for pair in finder.expert_operands(node)):
-        if (root := finder.root(operand)) is not None:
-            dims[names[root]] = finder.dim_of_root(operand, dim)
-    return dims
+    for operand, blocks in (pair for node in program.calls() for pair in finder.expert_operands(node)):
+        trail = result_of(finder.made_of(operand, blocks))
+        if trail is not None and trail.part == (1, blocks.size, 1):
+            plan |= {names[node]: blocks for node, blocks in trail.weights.items()}
+    return plan
 
 
 def products_of_all(program: ir.Program) -> list[fx.Node]:
@@ -113,26 +121,29 @@ def products_of_all(program: ir.Program) -> list[fx.Node]:
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.splits = parts, dict[fx.Node, Blocks]()
+        self.made = dict[tuple[fx.Node, Blocks], Trail | None]()
         kinds = {node: input_.kind for node, input_ in zip(program.placeholders(), program.inputs)}
         self.parameters = {node for node, kind in kinds.items() if kind in ir.WEIGHTS}
         self.batch = {node for node, kind in kinds.items() if kind == "batch"}
         self.state = {node for node, out in zip(program.results(), program.outputs) if out.kind == "buffer"}
+        tables = {node for node, kind in kinds.items() if kind == "buffer"} - self.state
+        self.weights = self.parameters.union(weight_nodes(program, tables))
 
     def visit(self, node: fx.Node) -> None:
         """Split the weight of an embedding or a matmul, if all paths of its dim end well."""
         if name_of(node) == "embedding":
             weight, ids = tensor_operands(node)
-            if self.root(weight) is not None and self.is_from_batch(ids):
+            if weight in self.weights and self.is_from_batch(ids):
                 self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
             return
         if name_of(node) in IN_CHUNKS:
             _, weight, _, *others = tensor_operands(node)  # a bias, or the weight of another head
             for operand in (weight, *others):
-                if self.root(operand) is not None:
+                if operand in self.weights:
                     self.split(operand, Blocks(0, 1, ir.example(operand).shape[0], 1), None)
             return
         for operand, names in self.matmul_operands(node):
-            if self.root(operand) is None:
+            if operand not in self.weights:
                 continue
             rule = rule_of(node)
             free = {n: d for d, dim in enumerate(names) for n in dim if n not in rule.reduced and n not in rule.whole}
@@ -140,16 +151,17 @@ class _Finder:
                 name, dim = next(iter(free.items()))
                 self.split(operand, blocks_of(rule, names[dim], name, dim, (1, rule.sizes[name], 1)), (node, name))
 
-    def expert_operands(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+    def expert_operands(self, node: fx.Node) -> list[tuple[fx.Node, Blocks]]:
         """Return (operand, the dim that counts experts) of an operator that uses weights by expert."""
-        name = name_of(node)
+        name, operands = name_of(node), tensor_operands(node)
         if name in ("ct::expert_mm", "ct::of_expert"):
-            return [(tensor_operands(node)[-2], 0)]
-        if name not in ("bmm", "ct::each_mm") or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
+            return [(operands[-2], Blocks(0, 1, ir.example(operands[-2]).shape[0], 1))]
+        if name not in ("bmm", "ct::each_mm") or sum(x in self.weights for x in operands) != 1:
             return []
-        trail = result_of(self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {}))
+        each = Blocks(0, 1, ir.example(node).shape[0], 1)
+        trail = result_of(self.follow(node, each, {}))
         summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1
-        return [(x, 0) for x in tensor_operands(node) if self.root(x) is not None] if summed else []
+        return [(x, each) for x in operands if x in self.weights] if summed else []
 
     def matmul_operands(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
         """Return the matrices of a matmul (or the stacks of one matrix for each expert), with their factors."""
@@ -160,9 +172,35 @@ class _Finder:
             return []
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]
 
-    def root(self, node: fx.Node) -> fx.Node | None:
-        """Return the parameter that the node is, up to the order of its dims; None if it is none."""
-        return root(node, self.parameters)
+    def made_of(self, node: fx.Node, blocks: Blocks) -> Search:
+        """Find the parameters of which a weight is made, with the blocks that become its blocks, or a part of these.
+
+        A weight that is stored as codes is made of codes and scales, and can be split between whole blocks. The result
+        is None if an operator on the way needs the dim as a whole.
+        """
+        key = (node, blocks)
+        if key not in self.made:
+            self.made[key] = yield self.made_before(node, blocks)
+        return self.made[key]
+
+    def made_before(self, node: fx.Node, blocks: Blocks) -> Search:
+        """Do as `made_of`, through one operator: of several ways, take the first that ends well."""
+        if node not in self.weights:
+            return Trail((1, blocks.size, 1))  # a table or a constant, of which each rank takes its part
+        if node in self.parameters:
+            return Trail((1, blocks.size, 1), {node: blocks})
+        if not is_operator(node) or not ir.is_tensor(node):
+            return None
+        rule, operands = rule_of(node), tensor_operands(node)
+        for name, cut, part in candidates(rule, rule.results[0], blocks):
+            trail: Trail | None = Trail((1, cut[1], 1)) if name not in rule.whole else None
+            for operand, dims in zip(operands, rule.operands):
+                for d, names in ((d, names) for d, names in enumerate(dims) if name in names):
+                    before = (yield self.made_of(operand, blocks_of(rule, names, name, d, cut))) if trail else None
+                    trail = trail.joined(before) if trail and before else None
+            if trail and trail.weights:
+                return trail.within(part)
+        return None
 
     def is_from_batch(self, node: fx.Node) -> bool:
         """Return True if ids come straight from the batch, not from positions or constants."""
@@ -175,30 +213,26 @@ class _Finder:
 
     def split(self, weight: fx.Node, start: Blocks, product: tuple[fx.Node, str] | None) -> None:
         """Record the split of a weight, and of all weights on its trail, if the trail ends well."""
-        root = self.root(weight)
-        if root in self.splits and self.splits[root].dim != self.dim_of_root(weight, start.dim):
-            return  # already split by rows: its results are summed
+        made = result_of(self.made_of(weight, start))
+        if made is None or any(self.is_split_by_rows(node, blocks) for node, blocks in made.weights.items()):
+            return
         if product is None:
-            trail: Trail | None = Trail((1, start.size, 1), folded=True)
+            trail: Trail | None = Trail((1, made.part[1], 1), folded=True)
         else:
             node, name = product
             rule = rule_of(node)
             out, names = next((d, names) for d, names in enumerate(rule.results[0]) if name in names)
-            trail = result_of(self.follow(node, blocks_of(rule, names, name, out, (1, start.size, 1)), {}))
+            trail = result_of(self.follow(node, blocks_of(rule, names, name, out, made.part), {}))
         if trail is None or trail.contracted == trail.folded or trail.part[1] < self.parts:
             return
-        for operand, blocks in {**trail.weights, weight: start.refine(trail.part)}.items():
-            root = self.root(operand)
-            if root is not None and root not in self.splits:
-                self.splits[root] = replace(blocks, dim=self.dim_of_root(operand, blocks.dim))
+        made = result_of(self.made_of(weight, start.refine(trail.within(made.part).part)))
+        assert made is not None
+        for node, blocks in {**trail.weights, **made.weights}.items():
+            self.splits.setdefault(node, blocks)
 
-    def dim_of_root(self, node: fx.Node, dim: int) -> int:
-        """Return the parameter's dim that became `dim` of its transpose."""
-        while node not in self.parameters:
-            rule = rule_of(node)
-            dim = rule.operands[0].index(rule.results[0][dim])
-            node = node.args[0]  # type: ignore[assignment]
-        return dim
+    def is_split_by_rows(self, node: fx.Node, blocks: Blocks) -> bool:
+        """Return True if the results of a parameter are summed already: it is split along another dim."""
+        return node in self.splits and self.splits[node].dim != blocks.dim
 
     # -- following a dim ------------------------------------------------------------------------------
 
@@ -225,7 +259,7 @@ class _Finder:
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
-            ways = [self.use(user, operands, rule, *candidate, memo) for candidate in candidates(rule, i, blocks)]
+            ways = [self.use(user, operands, rule, *way, memo) for way in candidates(rule, rule.operands[i], blocks)]
             if (first := (yield first_of(ways))) is None:
                 return None
             trail.join(first)
@@ -245,8 +279,10 @@ class _Finder:
             trail.join(further)
         for operand, dims in zip(operands, rule.operands):
             for d, names in enumerate(dims):
-                if name in names and self.root(operand) is not None:
-                    trail.weights[operand] = blocks_of(rule, names, name, d, cut).refine(trail.part)
+                if name in names and operand in self.weights:
+                    made = yield self.made_of(operand, blocks_of(rule, names, name, d, cut).refine(trail.part))
+                    if made is not None:
+                        trail.join(made.within(trail.part))
         if name in rule.reduced:
             trail.contracted, trail.folded = bool(trail.weights), not trail.weights
         return trail.within(part)
@@ -260,14 +296,14 @@ def first_of(ways: list[Search]) -> Search:
     return None
 
 
-def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part, Part]]:
-    """List the factors of an operand's dim that lie within the blocks or around them, major first.
+def candidates(rule: Rule, dims: Dims, blocks: Blocks) -> list[tuple[str, Part, Part]]:
+    """List the factors of a dim of an operand or result that lie within the blocks or around them, major first.
 
     Each comes as (factor, the position of the blocks in it, the part of the blocks that it is).
     """
     inner, factors = 1, list[tuple[str, Part, Part]]()
     low, high = blocks.inner, blocks.inner * blocks.size
-    for name in reversed(rule.operands[i][blocks.dim]):
+    for name in reversed(dims[blocks.dim]):
         size = rule.sizes[name]
         top = inner * size
         if top <= high and not inner % low and not high % top:

@@ -115,7 +115,7 @@ class Place(ir.Pass):
         mesh: Mesh,
         unmatched: set[str],
         inferred: Mapping[str, Blocks],
-        experts: Mapping[str, int],
+        experts: Mapping[str, Blocks],
     ) -> ir.Input:
         """Return one input with its placement."""
         if input_.kind == "batch":
@@ -136,7 +136,7 @@ class Place(ir.Pass):
         if conflicts := [axis for axis in spec.sharded if axis in mesh.experts]:
             fix = f"mesh.ep spreads experts over it already; leave {conflicts[0]} out"
             raise ir.Refused("place", None, f"passes.shard.plan: {input_.name} is sharded on {conflicts[0]}, but {fix}")
-        spec = split_dim(spec, experts[input_.name], mesh.experts_over)  # type: ignore[arg-type]
+        spec = split_blocks(spec, experts[input_.name], mesh.experts_over)  # type: ignore[arg-type]
         free = [axis for axis in mesh.over(mesh.stored_over or "fsdp") if axis not in mesh.experts]
         return replace(input_, spec=self.store(spec, mesh, free[0] if free else None))
 

@@ -33,6 +33,7 @@ from passes.ir.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
 from passes.sharding.custom import Placed, padding_kept, place_forward
+from passes.sharding.infer import experts_of
 from passes.trace.editor import layout
 from passes.trace.functions import Function, function_of
 
@@ -66,10 +67,13 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
     """Decide the placements of every tensor in a captured program whose inputs are placed."""
     plan = Plan()
     sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
+    names = experts_of(program) if program.mesh.experts else {}
     for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = input_.spec
         if input_.kind in ir.MODEL_STATE:
             plan.weights.add(node)
+        if input_.name in names:
+            sweep.experts.add(node)
     for node in program.calls():
         sweep.visit(node)
     for node, output in zip(program.results(), program.outputs, strict=True):
@@ -89,6 +93,7 @@ class _Sweep:
         self.plan, self.mesh, self.order, self.ctx = plan, mesh, order, ctx
         self.sequence_parallel = sequence_parallel
         self.bodies: dict[Any, Placed] = {}  # bodies of custom functions
+        self.experts = set[fx.Node]()  # weights of experts, which stay where these are
 
     def visit(self, node: fx.Node) -> None:
         """Decide one operator."""
@@ -103,6 +108,8 @@ class _Sweep:
         operands = tensor_operands(node)
         if all(n in self.plan.weights for n in operands):
             self.plan.weights.add(node)
+            if any(n in self.experts for n in operands):
+                self.experts.add(node)
         if function := function_of(node):
             self.visit_function(node, function, operands)
             return
@@ -165,7 +172,8 @@ class _Sweep:
         """Return the atom that the operator shards on the axis, or None."""
         candidates = self.candidates(axis, atoms)
         is_weight = [n in self.plan.weights for n in operands]
-        if axis not in WEIGHT_AXES and all(is_weight) and unpacks(node, operands):
+        is_in_place = axis in WEIGHT_AXES or axis in self.mesh.experts and node in self.experts
+        if not is_in_place and all(is_weight) and unpacks(node, operands):
             return None
         if axis not in WEIGHT_AXES and not all(is_weight):
             candidates = {atom: i for atom, i in candidates.items() if not all(is_weight[k] for k in i)}

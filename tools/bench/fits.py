@@ -55,6 +55,29 @@ def mistral_large() -> Any:
     return decoder("Mistral", 12288, 28672, 88, 96, **others)
 
 
+def qwen3_moe(size: int, width: int, layers: int, heads: int, keys: int, experts: int) -> Any:
+    """Return the config of a Qwen3 mixture, 8 of whose experts compute each token."""
+    others: dict[str, Any] = {"head_dim": 128}
+    return transformers.Qwen3MoeConfig(
+        hidden_size=size,
+        moe_intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        num_experts=experts,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        norm_topk_prob=True,
+        **others,
+    )
+
+
+def gpt_oss(layers: int, experts: int) -> Any:
+    """Return the config of a gpt-oss."""
+    return transformers.GptOssConfig(num_hidden_layers=layers, num_local_experts=experts)
+
+
 MODELS = {
     "Qwen3-0.6B": lambda: qwen3(1024, 3072, 28, 16, tied=True),
     "Llama-3.2-1B": lambda: llama3(2048, 8192, 16, 32, tied=True),
@@ -66,6 +89,9 @@ MODELS = {
     "Qwen3-32B": lambda: qwen3(5120, 25600, 64, 64),
     "Llama-3.3-70B": lambda: llama3(8192, 28672, 80, 64),
     "Mistral-Large-2 (123B)": mistral_large,
+    "Qwen3-30B-A3B": lambda: qwen3_moe(2048, 768, 48, 32, 4, 128),
+    "gpt-oss-20b": lambda: gpt_oss(24, 32),
+    "gpt-oss-120b": lambda: gpt_oss(36, 128),
 }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.models.quantized import FORMATS
+from compiler_trainer.models.quantized import FORMATS, quantized_in
 from compiler_trainer.models.subject import subject
 
 
@@ -78,7 +78,8 @@ def test_lengths_start_as_those_of_the_weights(folder, options):
     values = dict(trained.initial())
     base = "base_model.model.model.layers.1.mlp.down_proj"
     if options == ["model.quantize=nf4"]:
-        state = {key: values[f"{base}.base_layer.{key}"][()] for key in trained.module.get_submodule(f"{base}.base_layer").names}
+        names = quantized_in(trained.module)[f"{base}.base_layer.weight"].names
+        state = {key: values[f"{base}.base_layer.quantized.weight.{key}"][()] for key in names}
         weight = FORMATS["nf4"].dequantize(state)
     else:
         weight = values[f"{base}.base_layer.weight"][()]

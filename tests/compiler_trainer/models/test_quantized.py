@@ -23,11 +23,10 @@ from compiler_trainer.models.flops import of_weights
 from compiler_trainer.models.quantized import (
     FORMATS,
     NF4,
-    SHARDED,
-    QuantizedLinear,
-    dequantize_layers,
+    dequantize_weights,
     entries_of,
-    quantize_layers,
+    quantize_weights,
+    quantized_in,
 )
 from compiler_trainer.models.subject import subject
 from passes.ir import ir
@@ -99,12 +98,17 @@ class Adapted(nn.Module):
 def quantized(name):
     """Return the module in fp64 with quantized frozen layers."""
     module = Adapted().double()
-    weights = {path: module.get_submodule(path).weight.detach().float() for path in ("up", "down")}
-    assert quantize_layers(module, name, []) == f"2 of 2 frozen linear layers are stored in {name}"
-    for path, weight in weights.items():
-        layer, state = module.get_submodule(path), FORMATS[name].quantize(weight)
-        for key in layer.names:
-            setattr(layer, key, nn.Parameter(state[key], requires_grad=False) if key in SHARDED else state[key])
+    values = {name: weight.detach() for name, weight in module.state_dict().items()}
+    assert quantize_weights(module, name, []) == f"2 of 2 frozen linear layers are stored in {name}"
+    return filled(module, values)
+
+
+def filled(module, values):
+    """Return a module whose quantized weights stand for values, by their names."""
+    for key, weight in quantized_in(module).items():
+        for part, value in weight.state_of(values[key]).items():
+            is_parameter = part in dict(weight.named_parameters())
+            setattr(weight, part, nn.Parameter(value, requires_grad=False) if is_parameter else value)
     return module
 
 
@@ -152,16 +156,16 @@ def test_what_stays_as_it_is():
     module.requires_grad_(False)
     module["trained"] = nn.Linear(64, 8)
     count = entries_of(module)
-    assert quantize_layers(module, "nf4", [module["head"]]) == "1 of 4 frozen linear layers are stored in nf4"
-    assert [name for name, layer in module.items() if isinstance(layer, QuantizedLinear)] == ["a"]
+    assert quantize_weights(module, "nf4", [module["head"]]) == "1 of 4 frozen linear layers are stored in nf4"
+    assert list(quantized_in(module)) == ["a.weight"]
     assert entries_of(module) == count
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(65, 8), nn.Conv1d(64, 8, 1)])
 def test_a_format_that_fits_no_layer_is_refused(layer):
     frozen = int(isinstance(layer, nn.Linear))
-    with pytest.raises(UserError, match=f"^model.quantize: nf4 fits none of {frozen} frozen linear layers .*; set it to null$"):
-        quantize_layers(nn.Sequential(layer).requires_grad_(False), "nf4", [])
+    with pytest.raises(UserError, match=f"^model.quantize: nf4 fits none of {frozen} frozen linear layers .rows of whole blocks of 64.; set it to null$"):
+        quantize_weights(nn.Sequential(layer).requires_grad_(False), "nf4", [])
 
 
 def test_powers_of_two_of_mxfp4_are_exact():
@@ -179,7 +183,7 @@ def test_a_quantized_weight_computes_as_much_as_before():
 def test_the_weight_that_codes_stand_for_can_be_put_back():
     module, batch = quantized("nvfp4"), data()[0]
     expected = module(batch["x"])
-    dequantize_layers(module)
+    dequantize_weights(module)
     assert type(module.up) is nn.Linear
     torch.testing.assert_close(module.double()(batch["x"]), expected, rtol=1e-12, atol=1e-12)
 
@@ -233,7 +237,7 @@ def test_random_weights_are_drawn_and_then_quantized(model):
     values, weights = (dict(subject(c).initial()) for c in (cfg, plain))
     name = "base_model.model.model.layers.0.mlp.up_proj.base_layer"
     state = FORMATS["nf4"].quantize(weights[f"{name}.weight"][()])
-    assert torch.equal(values[f"{name}.codes"][()], state["codes"]) and f"{name}.weight" not in values
+    assert torch.equal(values[f"{name}.quantized.weight.codes"][()], state["codes"]) and f"{name}.weight" not in values
 
 
 def test_weights_that_are_trained_are_not_quantized(model):
