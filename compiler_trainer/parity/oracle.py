@@ -177,9 +177,9 @@ def optimizers_of(
         groups: list[dict[str, Any]] = [{"params": [parameter], "factor": group.lr}]
         kind = group.optimizer or optim.name
         if kind == "muon":
-            use = subject.parameters[name]
-            kind = "muon" if group.optimizer or kind_of(use) == "matrix" else "adamw"
-            groups[0]["matrices"] = matrices_of(use) if kind == "muon" else []
+            use = subject.parameters.get(name)  # None: the loss does not depend on it
+            kind = "muon" if use and (group.optimizer or kind_of(use) == "matrix") else "adamw"
+            groups[0]["matrices"] = matrices_of(use) if use and kind == "muon" else []
         if kind == "sgd":
             yield torch.optim.SGD(groups, momentum=optim.momentum, weight_decay=decay)
         elif kind == "muon":
