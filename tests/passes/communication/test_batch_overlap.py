@@ -88,7 +88,7 @@ def test_a_buffer_that_is_read_before_it_is_changed_waits_for_the_microbatch_bef
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("passes", [{}, {"remat": {"policy": "full"}}, {"verify": "numeric"}, {"fold_layers": False}])
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 3, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}])
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"dp_shard": 3, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}])
 def test_updates_are_those_of_microbatches_in_turn(mesh, passes):
     trained_alike(llama(3), llama_loss, batches(rows=8), mesh, microbatches=4, passes=passes | AT_ONCE)
 
@@ -99,7 +99,7 @@ def test_updates_are_those_of_microbatches_in_turn(mesh, passes):
     "experts rows=4 length=9 seed=2 mesh.tp=2 balance_loss=0.1 train.microbatches=2",
     "decoder rows=8 length=9 seed=3 heads=4 kv_heads=2 documents=true mesh.cp=2 train.microbatches=2",
     "functions rows=8 length=3 seed=4 function=clipped mesh.tp=2 train.microbatches=4",
-    "functions rows=8 length=3 seed=5 function=squared place=embedding mesh.tp=2 train.microbatches=2",
+    "functions rows=8 length=3 seed=5 function=squared place=embedding mesh.dp_replicate=2 train.microbatches=2",
 ])  # fmt: skip
 def test_of_any_model(line):
     outcome = Case.parse(f"{line} passes.communication.batch_overlap=2").run()

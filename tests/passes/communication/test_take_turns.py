@@ -153,7 +153,7 @@ SIZES = ModelConfig(dim=64, n_layers=9, n_heads=4, n_kv_heads=2, ffn_dim=128, vo
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "cp": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "cp": 2}, {"dp_shard": 2, "cp": 2}])
 def test_layers_stay_alike_and_collectives_have_the_other_microbatch_beside_them(mesh):
     train = TrainConfig(seq_len=64, global_batch_size=8, microbatches=2)
     passes = PassesConfig(communication=CommunicationConfig(batch_overlap=2))
