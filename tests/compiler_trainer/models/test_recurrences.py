@@ -80,7 +80,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "name", "operands"), CALLS, ids=str)
+@pytest.mark.parametrize(("family", "name", "operands"), CALLS, ids=[f"{family} {name}" for family, name, _ in CALLS])
 def test_operators_have_the_values_of_transformers_functions(family, name, operands):
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     torch.manual_seed(0)
