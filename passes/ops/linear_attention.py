@@ -123,21 +123,21 @@ class Tokens(NamedTuple):
 class Chunks(NamedTuple):
     """Chunks of a sequence as functions of the state S before each: it becomes a S + b.
 
-    Results of its c tokens are read S + within (own - erased S). Shapes: a [..., n, k, k] (with `erased`) or
-    [..., n, k or 1, 1], b [..., n, k, v], read and erased [..., n, c, k], within [..., n, c, c], own [..., n, c, v].
+    Results of its c tokens are read S + within (added - erased S). Shapes: a [..., n, k, k] (with `erased`) or
+    [..., n, k or 1, 1], b [..., n, k, v], read and erased [..., n, c, k], within [..., n, c, c], added [..., n, c, v].
     """
 
     a: Tensor
     b: Tensor
     read: Tensor
     within: Tensor
-    own: Tensor
+    added: Tensor
     erased: Tensor | None
 
     def results(self, states: Tensor) -> Tensor:
         """Return the tokens' results [..., (n c), v] for the states before each chunk [..., n, k, v]."""
-        own = self.own if self.erased is None else self.own - self.erased @ states
-        return (self.read @ states + self.within @ own).flatten(-3, -2)
+        added = self.added if self.erased is None else self.added - self.erased @ states
+        return (self.read @ states + self.within @ added).flatten(-3, -2)
 
 
 def in_chunks(tokens: Tokens) -> Chunks:
@@ -152,21 +152,21 @@ def in_chunks(tokens: Tokens) -> Chunks:
         sees = sees & (document[..., :, None] == document[..., None, :])
     between = (ages[..., :, None, :] - ages[..., None, :, :]).where(sees[..., None], -torch.inf).exp()
     age, last = ages.exp(), ages[..., -1:, :]
-    rest, whole = (last - ages).exp(), last.exp().transpose(-1, -2)  # [..., c, k or 1], [..., k or 1, 1]
+    to_end, whole = (last - ages).exp(), last.exp().transpose(-1, -2)  # [..., c, k or 1], [..., k or 1, 1]
     if starts is not None:
         goes_on, ends = document == 0, document == document[..., -1:]
-        age, rest = age * goes_on[..., None], rest * ends[..., None]
+        age, to_end = age * goes_on[..., None], to_end * ends[..., None]
         whole = whole * goes_on[..., -1:, None]
-    read, remaining, within = q * age, k * rest, products(q, k, between)
+    read, remaining, within = q * age, k * to_end, products(q, k, between)
     if tokens.beta is None:
         return Chunks(whole, remaining.mT @ v, read, within, v, None)
     rates = cut(tokens.beta, -2, size)
     system = products(k * rates, k, between)  # its diagonal counts as ones
     right = torch.cat([v * rates, k * rates * age], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    own, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
+    added, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    return Chunks(identity * whole - remaining.mT @ erased, remaining.mT @ own, read, within, own, erased)
+    return Chunks(identity * whole - remaining.mT @ erased, remaining.mT @ added, read, within, added, erased)
 
 
 def products(x: Tensor, y: Tensor, between: Tensor) -> Tensor:
