@@ -41,7 +41,7 @@ def opened(path: Path) -> Checkpoint:
     index = on_all_ranks(lambda: index_at(path))
     pieces = on_all_ranks(lambda: pieces_of(path, index, list(index.files)[number::ranks]))
     ckpt = put_together(path, index, (piece for part in gather(pieces) for piece in part))
-    on_all_ranks(lambda: check_complete(ckpt, list(index.tensors)[number::ranks]))
+    on_all_ranks(lambda: check_complete(ckpt, list(ckpt.index.tensors)[number::ranks]))
     return ckpt
 
 

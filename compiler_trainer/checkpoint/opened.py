@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from compiler_trainer.checkpoint.earlier import names_now, with_names_now
 from compiler_trainer.checkpoint.index import (
     DTYPE_BY_NAME,
     DTYPES,
@@ -74,7 +75,7 @@ def opened_alone(path: Path) -> Checkpoint:
     """
     index = index_at(path)
     ckpt = put_together(path, index, pieces_of(path, index, index.files))
-    check_complete(ckpt, index.tensors)
+    check_complete(ckpt, ckpt.index.tensors)
     return ckpt
 
 
@@ -94,11 +95,12 @@ def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[NamedPiece
 
 
 def put_together(path: Path, index: Index, pieces: Iterable[NamedPiece]) -> Checkpoint:
-    """Return the checkpoint of some pieces, which may not cover its tensors."""
-    pieces_by_tensor: dict[str, list[Piece]] = defaultdict(list)
+    """Return the checkpoint of some pieces by present names; they may not cover its tensors."""
+    names, pieces_by_tensor = names_now(index), defaultdict[str, list[Piece]](list)
     for tensor, piece in pieces:
-        pieces_by_tensor[tensor].append(piece)
-    return Checkpoint(path, index, dict(pieces_by_tensor))
+        if tensor in names:
+            pieces_by_tensor[names[tensor]].append(piece)
+    return Checkpoint(path, with_names_now(index), dict(pieces_by_tensor))
 
 
 def check_complete(ckpt: Checkpoint, tensors: Iterable[str]) -> None:

@@ -244,7 +244,7 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
         """Return the state of a quantized weight; the last one is kept, because its tensors are read one by one."""
         value = value_of(name, quantized[name].original[0])
         if isinstance(value, InMxfp4) and quantized[name].format_name == "mxfp4":
-            return value.state(slice(None)) | {"like": torch.zeros(())}
+            return value.state(slice(None)) | {"like": torch.zeros(0)}
         return quantized[name].state_of(value[()] if isinstance(value, Made) else value)
 
     def make(name: str, part: str) -> Tensor:

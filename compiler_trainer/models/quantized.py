@@ -181,8 +181,8 @@ class Quantized(nn.Module):
                 self.register_parameter(name, nn.Parameter(like, requires_grad=False))
             else:
                 self.register_buffer(name, torch.empty_like(like, device="cpu"))
-        # Casts of the model's parameters reach this one, and so the weight.
-        self.like = nn.Parameter(torch.zeros((), dtype=weight.dtype), requires_grad=False)
+        # Casts of the model's parameters reach this one, and so the weight; checkpoints omit empty tensors.
+        self.like = nn.Parameter(torch.zeros(0, dtype=weight.dtype), requires_grad=False)
 
     def rows_last(self, weight: Tensor) -> Tensor:
         """Return the matrices of a weight as [..., out, in], or the weight of such matrices."""
@@ -205,7 +205,7 @@ class Quantized(nn.Module):
             parts = (value[(slice(i, i + 1),)].to(torch.float32) for i in range(self.shape[0]))
             states = [quantize(self.rows_last(part).contiguous()) for part in parts]
             state = {n: first if n in TABLES else torch.cat([s[n] for s in states]) for n, first in states[0].items()}
-        return state | {"like": torch.zeros((), dtype=self.like.dtype)}
+        return state | {"like": torch.zeros(0, dtype=self.like.dtype)}
 
 
 def state_like(format_name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
