@@ -26,10 +26,13 @@ from compiler_trainer.checkpoint.opened import Checkpoint, check_format
 from compiler_trainer.checkpoint.remote import RemoteCheckpoints, bring_newest
 from compiler_trainer.checkpoint.save import SaveError, Saver
 from compiler_trainer.checkpoint.sender import Sender
+from compiler_trainer.checkpoint.spread import bring_to_run, link_to_run
+from compiler_trainer.checkpoint.spread import opened as opened_on_machines
 from compiler_trainer.checkpoint.verify import check, check_all
 
 __all__ = [
     "Checkpoint", "Damaged", "RemoteCheckpoints", "SaveError", "Saver", "Sender", "TrainState", "aside", "bring_newest",
+    "bring_to_run", "link_to_run",
     "check", "check_all", "check_format", "complete", "load", "load_averaged", "load_model", "number_of",
-    "on_all_ranks", "opened", "read_averaged", "read_model", "set_aside",
+    "on_all_ranks", "opened", "opened_on_machines", "read_averaged", "read_model", "set_aside",
 ]  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from compiler_trainer.checkpoint.exchange import Received, exchanged
 from compiler_trainer.checkpoint.index import DTYPE_BY_NAME, Damaged, FullTensor
 from compiler_trainer.checkpoint.opened import (
     Checkpoint,
@@ -22,7 +23,7 @@ from compiler_trainer.checkpoint.opened import (
 from compiler_trainer.checkpoint.pieces import Placed, Rectangle, Stateful, overlap, state_of
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.ranks import gather, place_in_job
-from passes.ir.spec import boxes
+from passes.ir.spec import Spec, boxes
 
 MODEL, AVERAGE = "model.", "ema."  # prefixes of parameters and buffers, and of averages of parameters
 SHOWN = 3  # differences named in an error
@@ -118,16 +119,33 @@ def read_named(ckpt: Checkpoint, kind: str) -> dict[str, Tensor]:
 
 
 def fill(step: Stateful, state: Placed, ckpt: Checkpoint) -> None:
-    """Read the parts that the ranks of this process hold."""
-    for name, (spec, local) in state.items():
-        read_into(
-            [
-                ((box.offset, box.size), box.of_local(tensor))
-                for rank, tensor in local.items()
-                for box in boxes(spec, step.mesh, step.mesh.coordinates(rank))
-            ],
-            ckpt.pieces[name],
-        )
+    """Read the parts that the ranks of this process hold; if files are on several machines, every rank calls this."""
+    targets = {name: targets_of(step, *placed) for name, placed in state.items()}
+    parts: Iterable[tuple[str, Sequence[Piece | Received]]] = ckpt.pieces.items()
+    if ckpt.holders:
+        parts = exchanged(ckpt, {name: overlapping(places, ckpt.pieces[name]) for name, places in targets.items()})
+    damage = None
+    for name, pieces in parts:
+        try:
+            read_into(targets.get(name, ()), pieces)
+        except Damaged as error:  # other ranks need this one for the next pieces
+            damage = damage or error
+    if damage is not None:
+        raise damage
+
+
+def targets_of(step: Stateful, spec: Spec, local: Mapping[int, Tensor]) -> list[Target]:
+    """Return the rectangles of a tensor that the ranks of this process hold."""
+    return [
+        ((box.offset, box.size), box.of_local(tensor))
+        for rank, tensor in local.items()
+        for box in boxes(spec, step.mesh, step.mesh.coordinates(rank))
+    ]
+
+
+def overlapping(targets: Sequence[Target], pieces: Sequence[Piece]) -> set[int]:
+    """Return the numbers of the pieces that overlap targets."""
+    return {n for n, piece in enumerate(pieces) if any(overlap(piece.place, place) is not None for place, _ in targets)}
 
 
 def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, ckpt: Checkpoint) -> None:
@@ -140,7 +158,7 @@ def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Pl
             weight.copy_(values[rank])
 
 
-def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:
+def read_into(targets: Iterable[Target], pieces: Iterable[Piece | Received]) -> None:
     """Copy the overlaps of pieces and targets; each piece is read at most once."""
     targets = list(targets)
     for piece in pieces:

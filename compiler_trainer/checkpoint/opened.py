@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +46,21 @@ class Piece(NamedTuple):
 
     def read(self) -> Tensor:
         """Return its entries; raise Damaged if they were changed."""
+        return self.verified(self.stored())
+
+    def stored(self) -> Tensor:
+        """Return its entries as in the file, where complex numbers are pairs; raise Damaged if they cannot be read."""
         try:
             with safe_open(self.file, "pt", backend="pread") as file:
-                tensor = file.get_tensor(self.key)
+                return file.get_tensor(self.key)
         except (SafetensorError, OSError) as error:
             raise Damaged(str(self.file), f"{self.key} cannot be read: {error}") from error
-        if sha256(as_bytes(tensor)) != self.sha256:
+
+    def verified(self, stored: Tensor) -> Tensor:
+        """Return entries as they were before they were stored; raise Damaged if they were changed."""
+        if sha256(as_bytes(stored)) != self.sha256:
             raise Damaged(str(self.file), f"{self.key} was changed: its SHA-256 differs")
-        return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
+        return torch.view_as_complex(stored) if self.dtype.is_complex else stored
 
 
 NamedPiece = tuple[str, Piece]  # (name of the tensor, piece)
@@ -61,11 +68,15 @@ NamedPiece = tuple[str, Piece]  # (name of the tensor, piece)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with verified index and headers, in which the pieces of each tensor cover it."""
+    """A checkpoint with verified index and headers, in which the pieces of each tensor cover it.
+
+    `holders` are the ranks that see a file, by its name; empty if all ranks see all files.
+    """
 
     path: Path
     index: Index
     pieces: dict[str, list[Piece]]
+    holders: Mapping[str, Sequence[int]]
 
 
 def opened_alone(path: Path) -> Checkpoint:
@@ -94,13 +105,15 @@ def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[NamedPiece
     return [piece for name in files for piece in pieces_in(path / name, index.files[name], index)]
 
 
-def put_together(path: Path, index: Index, pieces: Iterable[NamedPiece]) -> Checkpoint:
+def put_together(
+    path: Path, index: Index, pieces: Iterable[NamedPiece], holders: Mapping[str, Sequence[int]] | None = None
+) -> Checkpoint:
     """Return the checkpoint of some pieces by present names; they may not cover its tensors."""
     names, pieces_by_tensor = names_now(index), defaultdict[str, list[Piece]](list)
     for tensor, piece in pieces:
         if tensor in names:
             pieces_by_tensor[names[tensor]].append(piece)
-    return Checkpoint(path, with_names_now(index), dict(pieces_by_tensor))
+    return Checkpoint(path, with_names_now(index), dict(pieces_by_tensor), holders or {})
 
 
 def check_complete(ckpt: Checkpoint, tensors: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -36,11 +36,12 @@ from compiler_trainer.checkpoint.load import kinds
 from compiler_trainer.checkpoint.opened import as_bytes, read_header
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
 from compiler_trainer.checkpoint.sender import Sender
+from compiler_trainer.checkpoint.spread import copy_to_next
 from compiler_trainer.checkpoint.staging import Staging
 from compiler_trainer.config.errors import RunError
 from compiler_trainer.config.schema import CheckpointConfig
 from compiler_trainer.places.store import TRAFFIC
-from compiler_trainer.step.ranks import gather, host_group, rank
+from compiler_trainer.step.ranks import gather, host_group, is_first_of_machine, rank
 
 T = TypeVar("T")
 PROGRESS_S = 1.0  # between two looks at the bytes written
@@ -54,7 +55,8 @@ class Saver:
     """A context manager that writes checkpoints of `step` into `folder`; its end waits for the last one.
 
     Every rank creates one and saves at the same steps. If a save fails, rank 0's thread passes the reason to `tell`.
-    SaveError is raised at the end if the last save failed.
+    SaveError is raised at the end if the last save failed. If each machine has a `folder` of its own, `machines` are
+    those of all ranks, and each machine's files are copied to the next one.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Saver:
         cfg: CheckpointConfig,
         excluded: Set[str] = frozenset(),
         tell: Callable[[str], None] = lambda text: None,
+        machines: Sequence[int] = (),
     ):
         self.step, self.folder, self.cfg, self.tell = step, folder, cfg, tell
         state = {name: placed for name, placed in state_of(step).items() if name not in excluded}
@@ -73,7 +76,8 @@ class Saver:
         self.staging = Staging({name: state[name] for name in self.tensors if name in state}, step.mesh, first)
         self.bytes = sum(math.prod(full.shape) * DTYPE_BY_NAME[full.dtype].itemsize for full in self.tensors.values())
         self.group = host_group()
-        self.leads = 0 in step.ranks
+        self.machines = machines
+        self.leads = is_first_of_machine() if machines else 0 in step.ranks  # of the ranks that see the folder
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[str] | None = None
         self.deletable = DeletableCheckpoints(folder, cfg.resume)
@@ -119,15 +123,16 @@ class Saver:
         written = self.run_on_all_ranks(lambda: write_files(partial_path, self.staging))
         files = {name: file for part in written for name, file in part.items()}
         index = Index(**vars(state), tensors=self.tensors, files=files)
-        self.run_on_all_ranks(lambda: self.publish(partial_path, path, index) if self.leads else None)
+        if self.machines:
+            self.run_on_all_ranks(lambda: copy_to_next(partial_path, files, self.machines, self.group))
+        self.run_on_all_ranks(lambda: publish(partial_path, path, index, self.deletable) if self.leads else None)
+        self.run_on_all_ranks(lambda: self.clean_up(index.step) if self.leads else None)  # once all machines have it
 
-    def publish(self, partial_path: Path, path: Path, index: Index) -> None:
-        """Give a checkpoint its name, and queue it for the store if there is one."""
-        publish(
-            partial_path, path, index, self.cfg, self.deletable, self.sender.spared() if self.sender else frozenset()
-        )
+    def clean_up(self, step: int) -> None:
+        """Queue a checkpoint for the store if there is one, and delete those that are not kept."""
+        delete_others(self.folder, self.cfg, self.deletable, self.sender.spared() if self.sender else frozenset())
         if self.sender:
-            self.sender.offer(index.step)
+            self.sender.offer(step)
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Return the result of `action` on each rank; raise SaveError on all of them if it fails on one."""
@@ -218,15 +223,8 @@ def place_of(folder: Path) -> tuple[int, int] | None:
     return (status.st_dev, status.st_ino) if folder.is_dir() and (status := folder.stat()) else None
 
 
-def publish(
-    partial: Path,
-    path: Path,
-    index: Index,
-    cfg: CheckpointConfig,
-    deletable: DeletableCheckpoints,
-    spared: Set[int] = frozenset(),
-) -> None:
-    """Write the index, give a complete checkpoint its name, and delete those that are not kept."""
+def publish(partial: Path, path: Path, index: Index, deletable: DeletableCheckpoints) -> None:
+    """Write the index, and give a complete checkpoint its name."""
     steps = deletable.current_steps()
     (partial / FILE).write_bytes(encode(index))
     flush(partial / FILE)
@@ -239,7 +237,12 @@ def publish(
     os.rename(partial, path)
     flush(path.parent)
     steps.add(index.step)
-    checkpoints = {n: (p, loss_of(p)) for p in complete(path.parent) if (n := number_of(p)) in steps}
+
+
+def delete_others(folder: Path, cfg: CheckpointConfig, deletable: DeletableCheckpoints, spared: Set[int]) -> None:
+    """Delete the checkpoints of a folder that are not kept."""
+    steps = deletable.current_steps()
+    checkpoints = {n: (p, loss_of(p)) for p in complete(folder) if (n := number_of(p)) in steps}
     to_keep = steps_to_keep([(number, loss) for number, (_, loss) in checkpoints.items()], cfg)
     for number, (old, _) in checkpoints.items():
         if number not in to_keep | spared:

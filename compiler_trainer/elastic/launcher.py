@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from compiler_trainer.checkpoint import bring_to_run
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.elastic.engines import Place
 from compiler_trainer.elastic.machine import Machine
-from compiler_trainer.elastic.member import ELASTIC, RUN, SNAPSHOTS
+from compiler_trainer.elastic.member import ELASTIC
 from compiler_trainer.elastic.rounds import COMING_S, Rounds
 
 ALONE = Place("this machine", 0, 1, 0, 1, "127.0.0.1", 0, "1")
@@ -39,7 +40,7 @@ class Launcher:
         self, count: int, command: Sequence[str], spares: int = 0, elastic: bool = False, place: Place = ALONE
     ):
         self.place, self.store = place, store_at(place)
-        self.folder = folder_of_snapshots() if place.size == 1 else Path(SNAPSHOTS)
+        self.folder = folder_of_snapshots()
         self.machine = Machine(self.store, command, str(self.folder), count, place.rank, place.size)
         self.rounds = Rounds(self.store, place.size, spares) if place.rank == 0 else None
         if elastic:
@@ -53,8 +54,7 @@ class Launcher:
         finally:
             for number, handler in old_handlers.items():
                 signal.signal(number, handler)
-            if self.place.size == 1:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def lead(self, rounds: Rounds) -> int:
         """Decide on the rounds until all processes have ended; return the exit code."""
@@ -67,8 +67,6 @@ class Launcher:
         end = time.monotonic() + LEAVING_S
         while rounds.has_followers() and time.monotonic() < end:
             time.sleep(POLL_S)
-        if not code and self.place.size > 1 and self.store.check([RUN]):
-            shutil.rmtree(Path(self.store.get(RUN).decode(), SNAPSHOTS), ignore_errors=True)
         return code
 
     def follow(self) -> int:
@@ -79,7 +77,9 @@ class Launcher:
                 time.sleep(FOLLOWER_POLL_S)
         except dist.DistError:
             print(f"the first machine ({self.place.address}) is gone: the job ends", file=sys.stderr, flush=True)
-            return machine.end_alone()
+            code = machine.end_alone()
+            bring_to_run(self.folder)
+            return code
         machine.leave()
         return code
 

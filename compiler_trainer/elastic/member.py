@@ -31,7 +31,6 @@ from compiler_trainer.step.ranks import gpu_of_process
 MEMBER, MEMBERS, FOLDER = "COMPILER_TRAINER_MEMBER", "COMPILER_TRAINER_MEMBERS", "COMPILER_TRAINER_SNAPSHOTS"
 MACHINE = "COMPILER_TRAINER_MACHINE"  # the number of a process's machine
 SLOT = "COMPILER_TRAINER_SLOT"  # the place on the machine, and number of the GPU, that a process keeps in all rounds
-SNAPSHOTS = "snapshots"  # the folder of snapshots in a run's, if there are several machines
 ELASTIC, FINISHED, NEWEST, WANTED, RUN = "elastic", "finished", "round", "wanted", "run.dir"  # keys of the store
 CAPACITY = "capacity"  # the number of GPUs that the job can use, if it uses any
 READY = "ready{}"  # of a process that can take part in a round

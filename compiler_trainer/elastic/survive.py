@@ -21,9 +21,9 @@ from compiler_trainer.step.ranks import rank, rejoin
 def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Config], object]) -> float:
     """Train on the ranks of each round until one is not interrupted by a lost rank; return the loss.
 
-    If no mesh fits the ranks that are left, wait for those that replace others; without any, `save` the state on one
-    rank and exit with the code of a run that should be started again. Raises UserError if `launch` did not start this
-    process.
+    If no mesh fits the ranks that are left, wait for those that replace others; without any, `save` this machine's part
+    of the state and exit with the code of a run that should be started again. Raises UserError if `launch` did not
+    start this process.
     """
     if not is_member():
         raise UserError("run.elastic", "needs a launcher that outlives ranks; use compiler-trainer launch -n RANKS ...")
@@ -34,8 +34,7 @@ def survive(cfg: Config, train: Callable[[Config], float], save: Callable[[Confi
         place, size = member.join()
         mesh = shrunk(member.mesh(first), size)
         if mesh is None and not member.is_joined_soon():
-            if place == 0:
-                save(cfg)
+            save(cfg)
             raise Stopped(cfg.run.exit_codes.stopped)
         if mesh is None or place >= (ranks := mesh_of(mesh).world_size):
             member.next_round()

@@ -28,6 +28,7 @@ from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.planning.simulate import in_flight, kept_for_later, play
+from compiler_trainer.planning.snapshots import snapshot_costs, snapshot_table
 from compiler_trainer.planning.space import routed_rows
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.captured import (
@@ -44,6 +45,7 @@ from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
+from compiler_trainer.training.checkpoints import left_out
 from compiler_trainer.training.loggers import say_contents
 from compiler_trainer.training.speed import carried_bytes, compute_dtype, peak_flops
 from passes.check.runner import Observer
@@ -87,7 +89,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 class DryStep:
     """The programs of a training step, each one flat graph, not lowered, and the report of each pass.
 
-    `averaged` are the parameters of which `train.ema` keeps an average.
+    `averaged` are the parameters of which `train.ema` keeps an average, `left_out` the state that checkpoints omit.
     """
 
     programs: Mapping[str, Captured]
@@ -95,6 +97,7 @@ class DryStep:
     flops_per_token: int
     schedule: Schedule | None = None
     averaged: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
     def costs(self, name: str) -> dict[str, Any]:
         """Return the accounting of a program after its last pass (`passes.cost.accounting.Accounting`)."""
@@ -116,9 +119,10 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, compiled: 
     if not resolve_cluster(cfg.cluster).host_computes:
         check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    names = (name for name, p in trained.module.named_parameters() if p.requires_grad and cfg.train.ema is not None)
-    schedule = request.schedule(report.cost)
-    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), schedule, frozenset(names))
+    parameters = trained.module.named_parameters()
+    averaged = frozenset(name for name, p in parameters if p.requires_grad and cfg.train.ema is not None)
+    flops, schedule = trained.flops_per_token(cfg.train.seq_len), request.schedule(report.cost)
+    return DryStep(flat, report.finish(), flops, schedule, averaged, left_out(cfg, trained))
 
 
 def request_of(cfg: Config, trained: Subject) -> CompileRequest:
@@ -187,6 +191,8 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
         **times_ms(timelines, runs),
         "longest": [event for name in runs for event in events(name, timelines[name], LONGEST)],
     }
+    if cfg.run.elastic:
+        prediction["snapshot"] = snapshot_costs(cfg, step.programs, step.left_out)
     drawing: dict[str, Any] = {}
     if step.schedule is not None:
         prediction["sent_bytes"][PP] = sent_by(busiest, sent, value_bytes, mesh, cluster)
@@ -453,6 +459,8 @@ def show(cfg: Config, report: dict[str, Any]) -> None:
     for table in (speed_table(report), memory_table(cfg, report), communication_table(report), cluster_table(cfg)):
         if table.rows:
             console.print(table)
+    if "snapshot" in report["prediction"]:
+        console.print(snapshot_table(report["prediction"]["snapshot"]))
     if "pipeline" in report["prediction"]:
         console.print(stages(report["prediction"]["pipeline"]))
     if error := error_bar(cfg):

@@ -123,7 +123,7 @@ class Rollback:
     def earlier_checkpoints(self, before: int) -> list[Path]:
         """Return the checkpoints of steps before `before`, newest first, with the one that the run started from."""
         paths = {checkpoint.number_of(path): path for path in checkpoint.complete(checkpoints_of(self.cfg))}
-        if self.start.ckpt is not None:
+        if self.start.ckpt is not None and not self.start.ckpt.holders:  # a snapshot is no longer there
             paths.setdefault(self.start.step, self.start.ckpt.path)
         return from_rank_0(lambda: [path for step, path in sorted(paths.items(), reverse=True) if step < before])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,19 +17,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from compiler_trainer import checkpoint
-from compiler_trainer.checkpoint import Damaged, RemoteCheckpoints, SaveError, Saver, Sender, TrainState
+from compiler_trainer.checkpoint import Checkpoint, Damaged, RemoteCheckpoints, SaveError, Saver, Sender, TrainState
 from compiler_trainer.config.earlier import MEANING, is_in, load_options
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.console import say
 from compiler_trainer.data.loader import Loader
-from compiler_trainer.elastic.member import FOLDER
+from compiler_trainer.elastic.member import FOLDER, MACHINE
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import copy_files
 from compiler_trainer.places.store import Place
-from compiler_trainer.step.ranks import from_rank_0, rank
+from compiler_trainer.step.ranks import from_rank_0, gather, is_first_of_machine, rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
@@ -45,28 +44,34 @@ def checkpoints_of(cfg: Config) -> Path:
 
 
 def snapshots_of(cfg: Config) -> Path | None:
-    """Return the folder of a run's snapshots; None if it makes none, as a dry one.
-
-    It is in the memory of this machine, or in the run folder if there are several machines.
-    """
-    return Path(cfg.run.dir, os.environ[FOLDER]) if cfg.run.elastic and not cfg.run.dry else None
+    """Return the folder of a run's snapshots, in the memory of this machine; None if it makes none, as a dry one."""
+    return Path(os.environ[FOLDER]) if cfg.run.elastic and not cfg.run.dry else None
 
 
 def resumable(cfg: Config) -> list[Path]:
-    """Return the checkpoints to try in order, or an empty list to start from scratch.
+    """Return the checkpoints to try in order, or an empty list to start from scratch; every rank must call this.
 
-    Raises UserError if `checkpoint.resume=latest` finds none.
+    Snapshots have a path on each machine, also on one that lacks them. Raises UserError if `checkpoint.resume=latest`
+    finds none.
     """
     if cfg.checkpoint.resume not in BY_NAME:
         return [] if cfg.checkpoint.resume is None else [named_checkpoint(cfg)]
-    folder = checkpoints_of(cfg)
-    snapshots = snapshots_of(cfg)
-    checkpoints = [*checkpoint.complete(folder), *(checkpoint.complete(snapshots) if snapshots else [])]
+    folder, snapshots = checkpoints_of(cfg), snapshots_of(cfg)
+    checkpoints = from_rank_0(lambda: checkpoint.complete(folder))
+    if snapshots is not None:
+        names = {name for part in gather([path.name for path in checkpoint.complete(snapshots)]) for name in part}
+        checkpoints += [snapshots / name for name in sorted(names)]
     checkpoints.sort(key=checkpoint.number_of, reverse=True)
     if not checkpoints and cfg.checkpoint.resume == "latest":
         fix = "set run.dir or checkpoint.dir to those of the run to resume, or give the path of a checkpoint"
         raise UserError("checkpoint.resume", f"is latest, but {folder} contains no complete checkpoint; {fix}")
-    return from_rank_0(lambda: checkpoints)
+    return checkpoints
+
+
+def opened(cfg: Config, path: Path) -> Checkpoint:
+    """Return a checkpoint or a snapshot of a run; every rank must call this. Raises UserError and Damaged."""
+    is_snapshot = path.parent == snapshots_of(cfg)
+    return checkpoint.opened_on_machines(path) if is_snapshot else checkpoint.opened(path)
 
 
 def named_checkpoint(cfg: Config) -> Path:
@@ -288,22 +293,25 @@ def snapshots(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     if folder is None:
         yield Save(cfg, None)
         return
-    with Saver(step, folder, CheckpointConfig(keep=1, resume="auto"), left_out(cfg, trained), say) as saver:
+    machines = gather(int(os.environ[MACHINE]))
+    if cfg.checkpoint.saves and is_first_of_machine():
+        checkpoint.link_to_run(folder, checkpoints_of(cfg))
+    options = CheckpointConfig(keep=1, resume="auto")
+    with Saver(step, folder, options, left_out(cfg, trained), say, machines) as saver:
+        place = f"{folder}, and into the next machine's memory" if len({*machines}) > 1 else str(folder)
+        size = f"{saver.staging.bytes / 2**20:,.1f} MiB of each rank"
+        announce(f"snapshots every {cfg.run.snapshot_interval:,} steps, {size}, into {place}")
         yield Save(cfg, saver)
 
 
 def save_snapshot(cfg: Config) -> None:
-    """Copy the newest snapshot to the run's checkpoints, on rank 0.
+    """Copy the newest snapshot to the run's checkpoints; a process of each machine must call this.
 
     A rank was lost, maybe before it had written the checkpoint of this step.
     """
-    folder, snapshots = checkpoints_of(cfg), snapshots_of(cfg)
-    newest = checkpoint.complete(snapshots)[-1:] if snapshots is not None and cfg.checkpoint.saves else []
-    for snapshot in newest:
-        path = folder / snapshot.name
-        if rank() == 0 and not path.exists():
-            shutil.copytree(snapshot, path.with_suffix(".tmp"), dirs_exist_ok=True)
-            path.with_suffix(".tmp").rename(path)
+    snapshots = snapshots_of(cfg)
+    if snapshots is not None:
+        checkpoint.bring_to_run(snapshots)
 
 
 def save_times(cfg: Config) -> str:

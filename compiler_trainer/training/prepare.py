@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiler_trainer import BEGAN, checkpoint
+from compiler_trainer import BEGAN
 from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
@@ -36,7 +36,7 @@ from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import first_of_each_machine_first, from_rank_0, rank
 from compiler_trainer.training import folder
-from compiler_trainer.training.checkpoints import bring, check_meaning, check_storable, check_store, first_whole
+from compiler_trainer.training.checkpoints import bring, check_meaning, check_storable, check_store, first_whole, opened
 from compiler_trainer.training.loggers import announce
 
 
@@ -82,7 +82,7 @@ def resolve_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
 def resumed_steps(cfg: Config) -> tuple[int, int]:
     """Return the steps and samples in the checkpoint that a run resumes from, or 0 and 0 without one."""
     bring(cfg)
-    ckpt, _ = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)))
+    ckpt, _ = first_whole(cfg, lambda path: on_all_ranks(lambda: opened(cfg, path)))
     if ckpt is None:
         return 0, 0
     rows_per_step = ckpt.index.data.get("taken")
@@ -118,7 +118,7 @@ def find_start(cfg: Config, datasets: Datasets, damaged_paths: tuple[Path, ...] 
     """
     check_storable(cfg)
     bring(cfg)
-    ckpt, damaged_paths = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged_paths)
+    ckpt, damaged_paths = first_whole(cfg, lambda path: on_all_ranks(lambda: opened(cfg, path)), damaged_paths)
     start = Start() if ckpt is None else read_start(cfg, datasets, ckpt)
     folder.check(cfg, ckpt.path if ckpt else None, start.step)
     check_store(cfg, start.step)

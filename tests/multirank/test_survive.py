@@ -19,6 +19,7 @@ import psutil
 import pytest
 from commands import call
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.schema import Config, MeshConfig, save
 from compiler_trainer.elastic.shrink import shrunk
@@ -81,8 +82,7 @@ def test_a_machine_that_is_lost_costs_steps_and_another_one_takes_its_place(numb
     longer = "train.steps=1500 checkpoint.interval=null eval.interval=null run.compile_ahead=false"
 
     def machine(node):
-        flags = ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        return survival.launch(folder, 2, longer, 3, flags)
+        return survival.launch(folder, 2, longer, 3, of_two(node, port))
 
     first, second, whole = machine(0), machine(1), survival.launch(tmp_path / "whole", 1, longer)
     log = folder.with_suffix(".log")
@@ -99,7 +99,32 @@ def test_a_machine_that_is_lost_costs_steps_and_another_one_takes_its_place(numb
         assert second.wait(60) == 1
     assert [job.wait(300) for job in (first, third, whole)] == [0, 0, 0], log.read_text()
     assert not survival.difference(tmp_path / "whole", folder)
-    assert not (folder / "snapshots").exists()
+    text = log.read_text()
+    assert "and into the next machine's memory" in text and not re.search("damaged|passed over", text)
+
+
+@pytest.mark.full
+def test_a_job_that_lost_its_first_machine_resumes_from_the_other_ones_memory(tmp_path):
+    folder, port = tmp_path / "job", free_port()
+    options = "train.steps=1500 checkpoint.interval=1500 eval.interval=1500 run.compile_ahead=false checkpoint.resume=auto"
+    machines = [survival.launch(folder, 1, options, 0, of_two(node, port)) for node in (0, 1)]
+    whole = survival.launch(tmp_path / "whole", 1, options)
+    survival.wait_for(machines[0], folder, 20)
+    for process in [*psutil.Process(machines[0].pid).children(recursive=True), psutil.Process(machines[0].pid)]:
+        process.kill()
+    assert machines[1].wait(120)
+    (snapshot,) = checkpoint.complete(folder / "checkpoints")
+    assert checkpoint.number_of(snapshot) >= 15
+    checkpoint.check(snapshot)
+    again = [survival.launch(folder, 1, options, 0, of_two(node, free)) for free in [free_port()] for node in (0, 1)]
+    assert [job.wait(300) for job in (*again, whole)] == [0, 0, 0], folder.with_suffix(".log").read_text()
+    assert f"resuming after step {checkpoint.number_of(snapshot):,}" in folder.with_suffix(".log").read_text()
+    assert not survival.difference(tmp_path / "whole", folder)
+
+
+def of_two(node, port):
+    """Return the flags of a machine of two; both are this one."""
+    return ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
 
 
 def free_port():
