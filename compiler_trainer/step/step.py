@@ -233,6 +233,12 @@ class Step:
         totals = self.runtime.total({name: count.of(labels) for name, (count, _) in self.label_counts.items()})
         return {name: totals[name].to(dtype) for name, (_, dtype) in self.label_counts.items()}
 
+    def weights(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the counts that loss and metrics of a global batch are divided by, of those that have one."""
+        outputs = [o for compiled in self.evaluation.values() for o in compiled.finished.outputs if o.count]
+        counts = self.counts(batch)
+        return {o.name: float(counts[o.count]) for o in outputs}
+
     def own_samples(self) -> Tensor:
         """Return the numbers of this process's samples of a global batch, each counted once, int64[samples]."""
         size = next((entry.shape[0] for entry in self.entries.values()), 0)

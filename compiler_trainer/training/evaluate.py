@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,32 +38,35 @@ from compiler_trainer.training.metrics import FILE, JsonLines, Record, TensorBoa
 
 
 class Measures(Protocol):
-    """An object that returns the mean loss and the metrics of a global batch, and sums over its samples."""
+    """An object that returns loss and metrics of a global batch, their counts, and sums over its samples."""
 
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
+    def weights(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
     def total(self, values: Tensor, /) -> float: ...
 
 
 def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:
-    """Return loss and metrics, averaged over all labelled tokens or pairs of the batches, and the number of these.
+    """Return loss and metrics of all batches, and the number of labelled tokens, or of pairs.
 
-    With several sources, whose names come with the batches, also return the loss of each one as `loss/NAME`.
+    A mean over entries of the batch is one over those of all batches; other terms are weighted by these numbers. With
+    several sources, whose names come with the batches, also return the loss of each one as `loss/NAME`.
     """
-    total, labels = defaultdict[str, float](float), Counter[str]()
+    totals, weights = defaultdict[str, float](float), defaultdict[str, float](float)
+    count, sources = 0, set[str]()
     for source, batch in batches:
         terms = int(step.total(count_terms(batch)))
         if not terms:
             continue  # its loss is a mean of nothing
-        metrics, name = step.measure(batch), f"loss/{source}"
-        for metric, value in (*metrics.items(), (name, metrics["loss"])):
-            total[metric] += value * terms
-        labels[name] += terms
-    count = labels.total()
+        metrics, name, counts = step.measure(batch), f"loss/{source}", step.weights(batch)
+        for metric, value, of in (*((m, v, m) for m, v in metrics.items()), (name, metrics["loss"], "loss")):
+            if weight := counts.get(of, terms):  # else it is a mean of nothing
+                totals[metric] += value * weight
+                weights[metric] += weight
+        count, sources = count + terms, sources | {name}
     if not count:
         raise UserError("eval", "no sequence of the validation data has a label; set eval.interval=null")
-    metric_names = [name for name in total if name not in labels]
-    source_losses = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
-    return {name: total[name] / count for name in metric_names} | source_losses, count
+    left_out = sources if len(sources) == 1 else ()
+    return {name: total / weights[name] for name, total in totals.items() if name not in left_out}, count
 
 
 def count_terms(batch: Batch) -> Tensor:

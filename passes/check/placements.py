@@ -274,7 +274,9 @@ def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
 def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], mesh: Mesh) -> Iterator[Finding]:
     """Check the record of a converted value against the reshard operators on its path."""
     before, after = ir.spec(source), ir.spec(node)
-    if before is None or after is None:
+    assert after is not None
+    if before is None:
+        yield node, f"is converted from %{source.name}, which stands for the same value but has no placement"
         return
     if before.shape != after.shape:
         yield node, f"is of shape {after.shape}, its source of {before.shape}"

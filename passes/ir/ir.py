@@ -97,11 +97,13 @@ class Output:
         name: the parameter, the buffer or the metric.
         kind: the kind of value.
         spec: its placement.
+        count: the name of the input that divides all terms of a loss or metric, if they have the same one.
     """
 
     name: str
     kind: OutputKind
     spec: Spec
+    count: str = ""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Writer:
         """Return a program, with those that compute its counts and bounds."""
         return {
             "inputs": [self.input(input_) for input_ in program.inputs],
-            "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
+            "outputs": [[o.name, o.kind, self.spec(o.spec), o.count] for o in program.outputs],
             "mesh": encoded(program.mesh),
             "stage": int(program.stage),
             "fold": encoded(program.fold),
@@ -337,7 +337,7 @@ class Reader:
         return ir.Program(
             self.module(*part["graph"]),
             tuple(self.input(**input_) for input_ in part["inputs"]),
-            tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
+            tuple(ir.Output(name, kind, self.specs[spec], *count) for name, kind, spec, *count in part["outputs"]),
             decoded(part["mesh"]),
             Stage(part["stage"]),
             decoded(part["fold"]),

@@ -119,6 +119,12 @@ def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Cou
     return ir.Count(backward_slice(program, ends, tensor_operands(counted)), microbatches)
 
 
+def common_count(result: fx.Node, divisors: Mapping[fx.Node, str]) -> str:
+    """Return the name of the count that divides all terms of a result, by `divisors`; an empty string without one."""
+    names = {divisors.get(term, "") for term in terms([result])}
+    return names.pop() if len(names) == 1 else ""
+
+
 def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: str) -> fx.Node:
     """Insert a new input, after the others, for a count of all microbatches."""
     with program.graph.inserting_after(program.placeholders()[-1]):
@@ -208,6 +214,8 @@ class TokenMean(ir.Pass):
         means = [mean for mean in quotients if mean is not None]
         added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
         counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
+        divisors = {mean.quotient: counts[mean.counted].name for mean in means}
+        outputs = tuple(replace(out, count=common_count(node, divisors)) for node, out in ends)
         new = {mean.quotient: divided(mean, counts[mean.counted], self.microbatches, ctx) for mean in means}
         left = {kind: [term for term in terms if term not in new] for kind, terms in terms_of.items()}
         remarks = remarks_on(left["loss"], batch, self.microbatches)
@@ -217,4 +225,4 @@ class TokenMean(ir.Pass):
         program.module.recompile()
         inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
         report = ir.Report({"means": len(means)}, notes, remarks=remarks)
-        return replace(program, inputs=(*program.inputs, *inputs)), report
+        return replace(program, inputs=(*program.inputs, *inputs), outputs=outputs), report

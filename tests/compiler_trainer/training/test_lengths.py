@@ -96,6 +96,9 @@ class ByLetter:
         labels = batch["labels"][batch["labels"] != IGNORED_LABEL]
         return {"loss": float(labels.double().mean()), "share": 1.0}
 
+    def weights(self, batch):
+        return {}
+
     def total(self, values):
         return values.sum()
 

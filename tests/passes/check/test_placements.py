@@ -133,3 +133,74 @@ def test_a_maximum_is_not_completed_by_adding():
     node = next(n for n in after.calls() if n.target is reshard.pmax)
     node.target, node.args = reshard.psum, (*node.args, torch.float32, None)
     assert any("completes a sum over" in message for _, message in check_placements(before, after))
+
+
+# ---- means: a sum and a count that are each reduced once ----------------------------------------------------
+
+
+def masked(model, batch):
+    """Return a mean over labels, and one over odd labels as a metric."""
+    logits, labels = model(batch["x"]).flatten(0, 1), batch["y"]
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    odd = labels % 2
+    return (losses * (labels > 0)).sum() / (labels > 0).sum(), {"odd": (losses * odd).sum() / odd.sum()}
+
+
+def means(**mesh: int) -> tuple[ir.Program, ir.Program, list]:
+    """Return the programs before and after `shard`, and the quotients of the latter."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randint(0, 11, (3, 4)), "y": torch.randint(0, 7, (12,))}
+    program, ctx = capture(Net(), masked, batch, torch.device("cpu"))
+    program = replace(program, mesh=Mesh.of(mesh))
+    for step in (Normalize(), Place({})):
+        program, _ = step(program, ctx)
+    after = Shard()(program, ctx)[0]
+    return program, after, [n for n in after.calls() if n.target is torch.ops.aten.div.Tensor and not ir.example(n).dim()]
+
+
+def reduction_under(node):
+    """Return the sum over ranks from which casts and other operators of one operand make a value."""
+    while node.target is not reshard.psum:
+        (node,) = node.all_input_nodes
+    return node
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
+def test_a_mean_is_a_sum_and_a_count_that_are_each_reduced(mesh):
+    before, after, quotients = means(**mesh)
+    assert len(quotients) == 2 and all(reduction_under(n) for quotient in quotients for n in quotient.all_input_nodes)
+    assert not list(check_placements(before, after))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("parts", [[0], [1], [0, 1]], ids=["sum", "count", "mean of means"])
+def test_a_sum_or_count_of_one_rank_is_no_part_of_a_mean(parts, number):
+    """The records after the fault are right; it is the division that cannot have such an operand."""
+    before, after, quotients = means(dp_shard=2)
+    operands = [reduction_under(quotients[number].all_input_nodes[part]) for part in parts]
+    for node in operands:
+        (term, *_) = node.args
+        ir.set_spec(term, replace(ir.spec(node), partial=(("dp_shard", "sum"),)))
+        ir.update(term, stands_for=ir.stands_for(node))
+        node.replace_all_uses_with(term)
+        after.graph.erase_node(node)
+    findings = [message for _, message in check_placements(before, after)]
+    assert findings and ("not linear" in findings[0] or parts == [0])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("part", [0, 1], ids=["sum", "count"])
+def test_a_sum_or_count_that_is_reduced_twice_is_found(part, number):
+    before, after, quotients = means(dp_shard=2)
+    node = reduction_under(quotients[number].all_input_nodes[part])
+    with after.graph.inserting_before(node):
+        first = ir.copy_node(after.graph, node, {n: n for n in node.all_input_nodes})
+    node.args = (first, *node.args[1:])
+    assert any("takes partial on 'dp_shard', it gets invariant" in message for _, message in check_placements(before, after))
+
+
+def test_a_value_that_lost_its_placement_is_not_resharded():
+    before, after, quotients = means(dp_shard=2)
+    node = reduction_under(quotients[0].all_input_nodes[1])
+    ir.set_spec(node.args[0], None)
+    assert any("stands for the same value but has no placement" in message for _, message in check_placements(before, after))

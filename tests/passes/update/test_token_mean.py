@@ -13,6 +13,7 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
+from compiler_trainer.training.evaluate import means
 from passes.ir.printer import print_program
 from passes.ir.spec import Spec
 from passes.sharding.normalize import Normalize
@@ -217,6 +218,26 @@ def test_evaluation_is_over_the_whole_batch(mesh):
     batch, model = uneven()[0], llama()
     step = compile_lockstep(model, llama_loss, batch, mesh, PLAIN, microbatches=4, evaluate=True)
     assert step.evaluate(batch) == pytest.approx(llama_loss(model, batch).item(), rel=SAME)
+
+
+def joined(parts):
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+def test_the_metrics_of_an_evaluation_are_means_over_all_its_batches(mesh):
+    """Each by its own count: a mean over odd labels is not weighted by all labels, and a batch without any adds nothing."""
+    data, model = uneven()[:3], llama()
+    data[1]["labels"][:, 3:] = -100
+    data[2]["labels"] = data[2]["labels"].where(data[2]["labels"] % 2 == 0, -100)
+    step = compile_lockstep(model, with_metrics, data[0], mesh, PLAIN, microbatches=4, evaluate=True)
+    result, labels = means(step, [("a", batch) for batch in data])
+    loss, metrics = with_metrics(model, joined(data))
+    assert labels == (joined(data)["labels"] != -100).sum()
+    assert {name: result[name] for name in ("loss", "nll", "halved", "odd")} == pytest.approx(
+        {"loss": loss.item()} | {name: metrics[name].item() for name in ("nll", "halved", "odd")}, rel=SAME)
+    assert [name for name in step.weights(data[2]) if step.weights(data[2])[name] == 0] == ["odd"]
+    assert "perplexity" not in step.weights(data[0])
 
 
 def test_a_microbatch_without_labels_is_nothing_to_skip():
