@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.extras import install
-from compiler_trainer.data.pictures import refuse_unread, starts_of, with_image_texts
+from compiler_trainer.data.pictures import ImageOptions, refuse_unread, starts_of, take, with_image_texts
 from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, Message, one_line, text_of
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
@@ -343,10 +343,14 @@ class ChatTemplate:
 
 
 class Prompt(NamedTuple):
-    """The ids of a prompt, at least one, and the ids that end its continuation."""
+    """The ids of a prompt, at least one, and the ids that end its continuation.
+
+    `inputs` are what a vision-language model takes besides: tensors that the folder's processor makes of images.
+    """
 
     ids: list[int]
     ends: frozenset[int]
+    inputs: Mapping[str, Any] = {}
 
 
 def prompt_of(text: str, chat: bool, tokenizer: Tokenizer) -> Prompt:
@@ -366,6 +370,24 @@ def prompt_of_chat(messages: list[Message], tokenizer: Tokenizer) -> Prompt:
     except BadRecord as refusal:
         raise UserError("prompt", str(refusal)) from refusal
     return to_prompt(ids_of(text, tokenizer), tokenizer)
+
+
+def prompt_with_images(messages: list[Message], tokenizer: Tokenizer, options: ImageOptions) -> Prompt:
+    """Return messages, some with images, as the prompt for the next answer; raise UserError as `prompt_of`.
+
+    Images may have any sizes that the processor takes.
+    """
+    try:
+        bare, images = take(messages, None, "")
+        chat, contents = options.look(Conversation(bare, images=images))
+        text = ChatTemplate(tokenizer).text(chat, prompt=True)
+        marked = ChatTemplate(tokenizer).text(chat._replace(image_token=""), prompt=True)
+    except BadRecord as refusal:
+        raise UserError("prompt", str(refusal)) from refusal
+    ids, inputs = ids_of(text, tokenizer), options.processor.inputs(marked, contents)
+    if inputs.pop("input_ids")[0].tolist() != ids:
+        raise UserError("prompt", f"becomes other tokens by the processor of {options.folder} than in training")
+    return to_prompt(ids, tokenizer)._replace(inputs=inputs)
 
 
 def to_prompt(ids: list[int], tokenizer: Tokenizer) -> Prompt:

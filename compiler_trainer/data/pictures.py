@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,15 +176,22 @@ class ImageOptions(NamedTuple):
 
     def read(self, chat: Conversation) -> tuple[Conversation, list[bytes]]:
         """Return a conversation with the texts of its images, and their files; raise BadRecord naming a bad one."""
-        contents = [content_of(image) for image in chat.images]
+        return self.with_texts(chat, self.processor.see)
+
+    def look(self, chat: Conversation) -> tuple[Conversation, list[bytes]]:
+        """Return a conversation as `read` does, of which images may have any sizes."""
+        return self.with_texts(chat, self.processor.made)
+
+    def with_texts(self, chat: Conversation, see: Callable[[bytes], Any]) -> tuple[Conversation, list[bytes]]:
+        """Return a conversation with the texts of its images, as `see` gives them, and their files."""
+        contents, texts = [content_of(image) for image in chat.images], []
         for image, content in zip(chat.images, contents):
             try:
-                self.processor.see(content)
+                texts.append(see(content).text)
             except ValueError as error:
                 name = "an image" if isinstance(image, bytes) else f"image {image}"
                 raise BadRecord(f"{name} {error}") from error
-        texts = (self.processor.blank.text,) * len(contents)
-        return chat._replace(image_texts=texts, image_token=self.processor.token), contents
+        return chat._replace(image_texts=tuple(texts), image_token=self.processor.token), contents
 
 
 def image_options(cfg: DataConfig, tokenizer: Tokenizer) -> ImageOptions | None:

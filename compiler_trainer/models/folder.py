@@ -35,7 +35,7 @@ from compiler_trainer.models.transformers_private import (
     in_order,
     initialize,
 )
-from compiler_trainer.models.weights import InMxfp4, Joined, Made, Stacked, stored_in, with_stacks
+from compiler_trainer.models.weights import InMxfp4, Joined, Made, Stacked, stored_in, text_alone, with_stacks
 from compiler_trainer.recurrences import recurrences_as_operators
 from passes.ir.spec import Stored, Value
 
@@ -281,7 +281,7 @@ def stored_values(
         return None
     model = plain(module)
     folder, expected = Path(cfg.path), expected_of(model)
-    stored = with_stacks(stored_in(folder))
+    stored = text_alone(with_stacks(stored_in(folder)), model.base_model_prefix, expected, remark)
     if count := sum(isinstance(value, InMxfp4) for value in stored.values()):
         use = "their codes are taken as they are" if cfg.quantize == "mxfp4" else "they are dequantized"
         remark(f"{count} stacks of experts of {folder} are stored in mxfp4; {use}")

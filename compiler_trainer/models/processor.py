@@ -6,11 +6,13 @@ All images of a run have the same sizes, so that one graph holds for all data.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.models.folder import library
@@ -64,17 +66,30 @@ class Processor:
             raise ValueError(f"becomes {name} {sizes}, and all images need the same; set data.image_size=[H,W]")
         return seen
 
-    def made(self, content: bytes) -> Seen:
-        """Return what the processor makes of an image."""
+    def picture(self, content: bytes) -> Any:
+        """Return Pillow's image of a file's content, resized; raise ValueError if it is none."""
         try:
             image = self.pillow.open(io.BytesIO(content))
             image = library("PIL.ImageOps").exif_transpose(image).convert("RGB")
         except Exception as error:  # of any kind, by format
             raise ValueError(f"is not a readable image: {' '.join(str(error).split())}") from error
-        if self.size:
-            image = image.resize((self.size[1], self.size[0]), self.pillow.Resampling.BICUBIC)
+        return image.resize((self.size[1], self.size[0]), self.pillow.Resampling.BICUBIC) if self.size else image
+
+    def inputs(self, text: str, contents: Sequence[bytes]) -> dict[str, Tensor]:
+        """Return a model's inputs for a text with a token for each image, as transformers makes them.
+
+        Raises ValueError if a content is no image.
+        """
+        images = [self.picture(content) for content in contents]
+        return dict(self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+
+    def made(self, content: bytes) -> Seen:
+        """Return what the processor makes of an image."""
         made = self.processor(
-            text=[self.token], images=[image], return_tensors="np", return_text_replacement_offsets=True
+            text=[self.token],
+            images=[self.picture(content)],
+            return_tensors="np",
+            return_text_replacement_offsets=True,
         )
         ((place,),) = made["text_replacement_offsets"]
         arrays = {name: np.asarray(value) for name, value in made.items() if name not in OF_TEXT}

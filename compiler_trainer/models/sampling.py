@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,12 +38,18 @@ class Sampling:
 
 
 def continued(
-    cfg: Config, subject: Subject, model: nn.Module, prompt: list[int], ends: Set[int], sampling: Sampling
+    cfg: Config,
+    subject: Subject,
+    model: nn.Module,
+    prompt: list[int],
+    ends: Set[int],
+    sampling: Sampling,
+    inputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[int]:
     """Return the tokens that `model`, made from `subject`'s model by `in_use`, adds to a prompt, up to an end.
 
-    The prompt has at least one token. With a cache, sampling ends at the model's last position. Raises UserError if the
-    model cannot take the prompt.
+    The prompt has at least one token; `inputs` are further ones of transformers' model, such as images. With a cache,
+    sampling ends at the model's last position. Raises UserError if the model cannot take the prompt.
     """
     check_prompt(cfg, subject, prompt)
     drawn: Iterable[int]
@@ -51,7 +58,7 @@ def continued(
     else:
         ends = ends | (ends_answers(folder_of(cfg).path) if isinstance(cfg.model, FolderConfig) else set())
         sampling = replace(sampling, tokens=min(sampling.tokens, positions(cfg, subject)[0] - len(prompt)))
-        drawn = by_transformers(folder.plain(model), prompt, ends, sampling)
+        drawn = generated(folder.plain(model), prompt, ends, sampling, inputs=inputs)[0].tolist()
     return list(takewhile(lambda i: i not in ends, drawn))
 
 
@@ -88,11 +95,6 @@ def positions(cfg: Config, subject: Subject) -> tuple[int, str]:
     return getattr(config, name, None) or 2**31, name
 
 
-def by_transformers(model: Any, prompt: list[int], ends: Set[int], sampling: Sampling) -> list[int]:
-    """Return the tokens that transformers' `generate` adds, including the first end."""
-    return generated(model, prompt, ends, sampling)[0].tolist()
-
-
 @torch.no_grad()
 def generated(
     model: Any,
@@ -101,10 +103,12 @@ def generated(
     sampling: Sampling,
     count: int = 1,
     processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+    inputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Return the tokens that transformers' `generate` adds to `count` copies of a prompt, int64 [count, new tokens].
 
-    Tokens after the first end are any. Each of `processors` gets tokens and logits, fp32 [count, V], before each draw.
+    Tokens after the first end are any. Each of `processors` gets tokens and logits, fp32 [count, V], before each draw;
+    the model gets `inputs`, too.
     """
     draws = (
         {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
@@ -121,8 +125,10 @@ def generated(
     ids = torch.tensor([prompt] * count, device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
-        inputs = {"attention_mask": torch.ones_like(ids), "logits_processor": [*processors]}
-        return model.generate(ids, generation_config=settings, **inputs)[:, len(prompt) :]
+        of_model = {name: value.to(model.device) for name, value in inputs.items()}
+        of_model |= {name: value.to(model.dtype) for name, value in of_model.items() if value.is_floating_point()}
+        options = {"attention_mask": torch.ones_like(ids), **of_model, "logits_processor": [*processors]}
+        return model.generate(ids, generation_config=settings, **options)[:, len(prompt) :]
 
 
 class Drawn(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 BYTES_IN_BLOCK = 16  # of MXFP4
+OF_TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.*)")  # in a vision-language model
+HEAD = "lm_head."
 Index = tuple[slice, ...]
 
 
@@ -127,6 +130,23 @@ class InMxfp4:
         experts, *others = index or (slice(None),)
         weight = dequantize_mxfp4(self.state(experts)).to(torch.bfloat16)
         return weight.transpose(-2, -1)[(slice(None), *others)]
+
+
+def text_alone(
+    stored: Mapping[str, Stored], base: str, expected: Iterable[str], remark: Callable[[str], None]
+) -> dict[str, Stored]:
+    """Return a folder's values; for the text model of a vision-language model, those alone, by its own names.
+
+    `base` is the attribute of the text model below its head, `expected` are the names that the model has.
+    """
+    inside = {name: match[1] for name in stored if (match := OF_TEXT.match(name))}
+    if not inside or any(map(OF_TEXT.match, expected)):
+        return dict(stored)
+    names = {name: part if part.startswith(HEAD) else f"{base}.{part}" for name, part in inside.items()}
+    names |= {name: name for name in stored if name.startswith(HEAD)}
+    if left_out := len(stored) - len(names):
+        remark(f"the text model alone is used, without {left_out} other tensors, such as the vision tower's")
+    return {now: stored[name] for name, now in names.items()}
 
 
 def with_stacks(tensors: Mapping[str, InFile]) -> dict[str, InFile | InMxfp4]:

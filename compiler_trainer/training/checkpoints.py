@@ -44,8 +44,8 @@ def checkpoints_of(cfg: Config) -> Path:
 
 
 def snapshots_of(cfg: Config) -> Path | None:
-    """Return the folder of a run's snapshots, in the memory of this machine; None if it makes none, as a dry one."""
-    return Path(os.environ[FOLDER]) if cfg.run.elastic and not cfg.run.dry else None
+    """Return the folder of a run's snapshots, in the memory of this machine; None if this process makes none."""
+    return Path(os.environ[FOLDER]) if cfg.run.elastic and FOLDER in os.environ else None
 
 
 def resumable(cfg: Config) -> list[Path]:

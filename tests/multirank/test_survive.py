@@ -54,6 +54,7 @@ def test_killed_ranks_cost_steps_and_nothing_else(seed, tmp_path):
     problem = survival.trial(folder, 3, mesh, random.Random(seed), tally) or survival.difference(whole, folder)
     assert not problem, folder.with_suffix(".log").read_text()
     assert tally.kills
+    assert call("generate", folder, "--prompt", "ab", "--tokens", "2") == call("eval", folder) == 0
 
 
 @pytest.mark.full

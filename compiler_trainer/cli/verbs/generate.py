@@ -11,9 +11,12 @@ import torch
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
-from compiler_trainer.data.chat import prompt_of
-from compiler_trainer.data.tokenizers import tokenizer_of
+from compiler_trainer.data.chat import prompt_of, prompt_with_images
+from compiler_trainer.data.pictures import ImageOptions, image_options
+from compiler_trainer.data.records import Message
+from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.models.sampling import Sampling, continued, in_use, positions, why_uncached
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
 from compiler_trainer.step.ranks import local_device
@@ -26,20 +29,42 @@ def main(arguments: Sequence[str]) -> None:
     arg_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message, and print the answer alone"
     )
+    arg_parser.add_argument(
+        "--image", action="append", default=[], help="with --chat: a file or url of an image before the text; once each"
+    )
     add_flags(arg_parser)
     args = arg_parser.parse_args(arguments)
     sampling = sampling_of(args, "generate")
+    if args.image and not args.chat:
+        raise UserError("--image", "is a part of a message; add --chat")
     cfg = resolve_auto(at_checkpoint(options_of(args.run, []), args.checkpoint), torch.cuda.is_available())
     tokenizer = tokenizer_of(cfg.data)
-    prompt = prompt_of(args.prompt, args.chat, tokenizer)
+    if args.image:
+        prompt = prompt_with_images([asking(args.prompt, args.image)], tokenizer, images_of(cfg, tokenizer))
+    else:
+        prompt = prompt_of(args.prompt, args.chat, tokenizer)
     subject, model = trained_model(cfg, args.ema)
     most, option = positions(cfg, subject)
     if reason := why_uncached(cfg):
         say(f"without a KV cache, each token from the whole text: {reason}", sys.stderr)
     elif 0 < (room := most - len(prompt.ids)) < sampling.tokens:
         say(f"at most {room} tokens: the model has {most:,} positions ({option})", sys.stderr)
-    ids = continued(cfg, subject, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, sampling)
+    ids = continued(cfg, subject, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, sampling, prompt.inputs)
     print(("" if args.chat else args.prompt) + tokenizer.decode(ids))
+
+
+def asking(text: str, images: Sequence[str]) -> Message:
+    """Return a user's message with images before its text."""
+    parts = [{"type": "image", "path": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def images_of(cfg: Config, tokenizer: Tokenizer) -> ImageOptions:
+    """Return the options of images; raise UserError if the model does not see any."""
+    options = image_options(cfg.data, tokenizer)
+    if options is None:
+        raise UserError("--image", "the model was trained without images (data.images_per_row), and sees none")
+    return options
 
 
 def add_flags(arg_parser: argparse.ArgumentParser) -> None:

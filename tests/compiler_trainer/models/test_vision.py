@@ -132,6 +132,18 @@ def test_a_folder_without_processor_is_refused(tmp_path):
         Processor(str(folder("llama")), None)
 
 
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+def test_without_images_the_text_model_is_trained_alone(kind):
+    folder = vision_folder(kind)
+    alone = subject(Config(model=FolderConfig(path=str(folder))))
+    assert type(alone.module).__name__ == "LlamaForCausalLM" and "without" in " ".join(alone.remarks)
+    module = fill(alone.module, ((name, value[()]) for name, value in alone.initial())).eval()
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "positions": torch.arange(9).expand(2, 9), "documents": torch.zeros_like(tokens)}
+    expected = tf.AutoModelForImageTextToText.from_pretrained(folder).eval()(input_ids=tokens).logits
+    torch.testing.assert_close(alone.logits(module, batch), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_text_model_is_refused(tmp_path):
     from folders import folder
 

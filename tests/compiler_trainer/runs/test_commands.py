@@ -342,7 +342,7 @@ def test_chat_is_one_turn_through_the_template_and_the_answer_alone_is_printed(r
 
 def test_an_answer_in_a_chat_ends_at_its_end_token(run, chatting, monkeypatch):
     folder, tokenizer = chatting
-    monkeypatch.setattr(sampling, "by_transformers", lambda *how: tokenizer.encode("yes<|end|>no").ids)
+    monkeypatch.setattr(sampling, "generated", lambda *how, **inputs: torch.tensor([tokenizer.encode("yes<|end|>no").ids]))
     assert run("generate", folder, "--chat", "--prompt", "hi") == "yes\n"
     assert run("generate", folder, "--prompt", "hi") == "hiyes\n"  # it is the tokenizer's eos_token
 

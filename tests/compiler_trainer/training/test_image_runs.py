@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers as tf
+from commands import call
 from PIL import Image
 from short_runs import options
 from vision_folders import picture, vision_folder
@@ -95,12 +96,18 @@ def test_a_run_from_a_table_has_the_losses_of_one_from_files_and_resumes(tmp_pat
     assert losses(rest) == losses(from_files)
 
 
-def test_an_export_answers_about_an_image(tmp_path):
+def test_an_export_answers_about_an_image(tmp_path, capsys):
     cfg = config(tmp_path, "idefics3", steps=2)
     trainer.train(cfg)
     sentence = export(cfg, tmp_path / "out", None, merge=False, check=True)
     assert "AutoModelForImageTextToText" in sentence and "are equal" in sentence
     assert len(answer(tmp_path / "out", tmp_path)) > 0
+    (tmp_path / "1.png").write_bytes(picture(1))
+    asked = ["--chat", "--image", tmp_path / "1.png", "--prompt", "what is 1?", "--tokens", "3", "--temperature", "0"]
+    capsys.readouterr()
+    assert call("generate", cfg.run.dir, *asked) == 0
+    tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert capsys.readouterr().out == tokenizer.decode(answer(tmp_path / "out", tmp_path), skip_special_tokens=True) + "\n"
     trained = tf.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     before = tf.AutoModelForImageTextToText.from_pretrained(vision_folder("idefics3"))
     changed = [n for (n, a), b in zip(trained.named_parameters(), before.parameters()) if not torch.equal(a, b)]
