@@ -58,7 +58,7 @@ RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/1b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
-    "runs/seen": "tuned", "runs/seen_lora": "lora",
+    "runs/seen": "seen", "runs/seen_lora": "lora",
     "runs/reward": "reward", "runs/classes": "classes", "runs/embed": "embed",
     "runs/distilled": "distilled",
 }
@@ -68,6 +68,7 @@ HEADS = {  # runs of models with other heads, or with a teacher
     "reward": ("recipe=reward", "data.files=[pairs.jsonl]"),
     "embed": ("recipe=embed", "data.files=[queries.jsonl]"),
     "distilled": ("recipe=distill", "loss.teacher=teacher", "data.files=[chats.jsonl]", "data.chat=true"),
+    "seen": ("recipe=finetune", "model.path=llava", "data.files=[seen.jsonl]", "data.chat=true", "data.images_per_row=2"),
     "classes": ("recipe=classify", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
 }
 
@@ -98,7 +99,8 @@ def furnish(folder: Path) -> None:
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
     for name in ("smol", "teacher"):
         shutil.copytree(folder / "qwen", folder / name)
-    shutil.copytree(vision_folder(), folder / "llava")
+    for name in ("llava", "seen"):
+        shutil.copytree(vision_folder(), folder / name)
     (folder / "photos").mkdir()
     (folder / "photos/1.jpg").write_bytes(picture(1))
     (folder / "seen.jsonl").write_text((json.dumps(SEEN) + "\n") * 30)
