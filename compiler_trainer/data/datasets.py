@@ -109,8 +109,9 @@ class Datasets:
             lines += part.describe(self.cfg.tokenizer)
         for name, rows, weight, rows_taken in zip(mixture.names, mixture.parts, mixture.weights, self.train.rows_taken):
             if isinstance(rows, StreamRows):
-                continue
-            lines.append(f"{name}: {(rows_taken + rows_left * weight) / len(rows):,.3g} epochs when the run ends")
+                rows = rows.current.rows
+            else:
+                lines.append(f"{name}: {(rows_taken + rows_left * weight) / len(rows):,.3g} epochs when the run ends")
             if self.cfg.chat and rows.cut_share:
                 lines.append(f"note: {name}: {packing_note(rows, self.cfg.packs)}")
         return "\n".join(lines)

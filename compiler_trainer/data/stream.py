@@ -64,7 +64,7 @@ class Window(NamedTuple):
 class StreamRows(Rows):
     """The rows of source number `part`; `facts` has only the fingerprint.
 
-    Each rank that asks for a row opens its window. The first rank of a machine has the next window made meanwhile.
+    Each rank that asks for a row opens its window. One rank of a machine has the next window made meanwhile.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class StreamRows(Rows):
         self.positions[window.start.number - first] = window.start
         if window.following.number - first == len(self.positions):
             self.positions.append(window.following)
-            if self.windows.is_first:
+            if self.windows.leads:
                 Thread(target=self.make, args=(window.following.place,), daemon=True).start()
 
     def tell(self, window: Window) -> None:

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from subprocess import Popen
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Shard, Summary, join
@@ -29,13 +29,14 @@ from compiler_trainer.data.sources import Source, stamp
 from compiler_trainer.data.tokenizers import PART_BYTES
 from compiler_trainer.data.worker import DOCUMENTS_AT_ONCE, Part, Recipe, Worker, batches, serve
 from compiler_trainer.data.workers import answer, ask, start, stored
-from compiler_trainer.places.cache import UNREAD_S, Cache, get_or_make, list_entries, writable
+from compiler_trainer.places.cache import Cache, folder_name, get_or_make, list_entries, writable
 from compiler_trainer.places.folders import StoredFolder
 from compiler_trainer.places.ranges import with_retries
 
 FORMAT = 1  # version of the windows' files
 FOLDER = "windows"  # of the cache
 KEPT = 4  # newest windows on disk
+LEFT_S = 86_400  # unopened time after which a window is one that an ended run left
 
 
 class Place(NamedTuple):
@@ -95,22 +96,24 @@ class WindowReader:
 class Windows:
     """The windows of a source on disk, each made for all ranks of a machine when one of them first needs it.
 
-    The machine's first rank (`is_first`) asks for windows ahead of time, and so mostly makes them; it deletes old ones.
+    The machine's first rank asks for windows ahead of time, and so makes them, and deletes old ones (`leads`). If it is
+    lost, another rank has to make a window, and leads from then on.
     """
 
     def __init__(self, source: Source, recipe: Recipe, digest: str, tokens: int):
         self.source, self.recipe, self.tokens = source, recipe, tokens
         self.cache = Cache(recipe.cache.folder / FOLDER)
-        self.key: list[Any] = [FORMAT, digest, recipe.decides, source.files, source.spans, tokens]
+        self.files = {file.path: file for file in source.files}
+        self.key = folder_name([FORMAT, digest, recipe.decides, source.files, source.spans, tokens])
         self.process: Popen[str] | None = None
         self.newest = deque[Path]()
-        self.lock, self.is_first = Lock(), os.environ.get("LOCAL_RANK", "0") == "0"
+        self.lock, self.leads = Lock(), os.environ.get("LOCAL_RANK", "0") == "0"
 
     def get(self, place: Place) -> StoredFolder:
         """Return the window at a place; raise UserError. Its facts are its summary and the place of the next window."""
         with self.lock:
-            window = get_or_make(self.cache, [*self.key, *place], partial(self.make, place=place))
-            if self.is_first:
+            window = get_or_make(self.cache, [self.key, *place], partial(self.make, place=place))
+            if self.leads:
                 self.keep(window.folder)
             return window
 
@@ -125,12 +128,13 @@ class Windows:
     def make(self, folder: Path, place: Place) -> tuple[Summary, Place]:
         """Write the window at a place into a folder, and delete windows that ended runs left."""
         for used, _, other in list_entries(self.cache.folder):
-            if used < time.time() - UNREAD_S and other not in (folder, *self.newest):
+            if used < time.time() - LEFT_S and other not in (folder, *self.newest):
                 shutil.rmtree(other, ignore_errors=True)
+        self.leads = True
         after = self.ask(folder, place)
         last = len(self.source.spans) - 1 if after == BEGIN else after.span
         paths = {span.path for span in self.source.spans[place.span : last + 1]}
-        for path in paths & {file.path for file in self.source.files}:
+        for path in paths & self.files.keys():
             self.check_unchanged(path)
         return join(folder, 1), after
 
@@ -140,7 +144,7 @@ class Windows:
             now = with_retries(path, partial(stamp, path))
         except OSError as error:
             raise UserError(path, f"cannot be read: {error.strerror}") from error
-        if now not in self.source.files:
+        if now != self.files[path]:
             raise UserError(path, "changed while it was being read; start again")
 
     def ask(self, folder: Path, place: Place) -> Place:

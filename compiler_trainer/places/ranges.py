@@ -51,10 +51,11 @@ class RemoteFile(io.RawIOBase):
         file: Any = self.opened or Place(self.url).open()
         self.opened = None  # after an error, the file is opened again
         with store_errors(self.url):
-            if not file.seekable():
-                raise UserError(self.url, "is on a server that does not send parts of files; download it")
-            file.seek(start)
-            content = file.read(size)
+            try:
+                file.seek(start)
+                content = file.read(size)
+            except ValueError as error:
+                raise UserError(self.url, f"its server does not send parts of files ({error}); download it") from error
             if len(content) != size:
                 raise OSError(f"{len(content):,} of {size:,} bytes came")
         self.opened = file
