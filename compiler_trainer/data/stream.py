@@ -102,13 +102,13 @@ class StreamRows(Rows):
     def state(self, taken: int) -> Position:
         """Return the position of the window of row `taken`, if the rows before it were read.
 
-        It does not depend on windows that were read ahead.
+        It neither depends on windows that were read ahead nor waits for one that is being read.
         """
-        with self.lock:
-            at = bisect_left(self.positions, taken, key=lambda known: known.row)
-            if at < len(self.positions) and self.positions[at].row == taken:
-                return self.positions[at]._replace(digest="")
-            return self.positions[at - 1]
+        positions = self.positions
+        at = bisect_left(positions, taken, key=lambda known: known.row)
+        if at < len(positions) and positions[at].row == taken:
+            return positions[at]._replace(digest="")
+        return positions[at - 1]
 
     @property
     def current(self) -> Window:
@@ -119,11 +119,12 @@ class StreamRows(Rows):
     def window(self, row: int) -> Window:
         """Return the window of a row, which is read if needed; raise UserError."""
         with self.lock:
-            window, ends = self.open(self.position(row)), 0
+            window, rows_of_passes = self.open(self.position(row)), 0
             while row >= window.following.row:
-                ends += window.following.place == BEGIN
-                if ends > 1 and window.following.row == window.start.row:
-                    raise UserError(self.name, "no record has a label; give it other records")
+                if window.following.place == BEGIN:
+                    if window.following.row == rows_of_passes:
+                        raise UserError(self.name, "no record has a label; give it other records")
+                    rows_of_passes = window.following.row
                 window = self.open(window.following)
             return window
 

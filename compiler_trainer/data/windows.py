@@ -149,7 +149,7 @@ class Windows:
 
     def ask(self, folder: Path, place: Place) -> Place:
         """Let the process write a window, and return the place of the next one; raise UserError."""
-        if self.process is not None:
+        if self.process is not None and self.process.poll() is None:
             return self.answer(self.process, folder, place)
         with stored(self.recipe) as file:
             self.process = start("compiler_trainer.data.windows", file, self.source.spans, self.tokens, threads=True)

@@ -223,6 +223,18 @@ def test_further_passes_have_the_documents_in_other_orders(tmp_path, here):
     assert Counter(first) == Counter(second) and first != second
 
 
+def test_a_batch_may_have_several_passes(tmp_path, here):
+    cfg = options(tmp_path, [lines(tmp_path / "a.jsonl", texts(3))], stream_window=20, packing="fit")
+    (batch,), (_, state) = batches(cfg, 1, size=64)
+    counts = Counter(documents(batch))
+    assert len(counts) == 3 and sum(counts.values()) >= 64 and max(counts.values()) - min(counts.values()) <= 1
+    loader = build_datasets(cfg, SEQ_LEN, 64).train
+    loader.read_only(np.array([50, 63]))  # the rows of a rank
+    mine = loader.next()
+    assert all(np.array_equal(mine[name][[50, 63]], batch[name][[50, 63]]) for name in batch)
+    assert loader.state_dict() == state
+
+
 # ---- resuming ------------------------------------------------------------------------------------------
 
 
@@ -526,6 +538,21 @@ def test_processes_of_a_machine_get_the_same_rows_on_any_number_of_ranks(tmp_pat
         cfg = options(tmp_path, files, stream_window=450, cache=str(cache))
         assert ranks_of(count, cfg, tmp_path / str(count)) == (expected, [state] * count)
         assert len([path for path in (cache / "windows").iterdir() if path.is_dir()]) <= 8
+
+
+def test_a_reading_process_that_is_killed_is_started_again(tmp_path):
+    cfg = options(tmp_path, [lines(tmp_path / "a.jsonl", texts(400))], stream_window=1000)
+    expected, _ = batches(cfg, 40)
+    loader = build_datasets(options(tmp_path, cfg.files, stream_window=1000, cache=str(tmp_path / "other")), SEQ_LEN, SIZE).train
+    windows, result, killed = loader.rows.parts[0].windows, [], set()
+    for _ in range(40):
+        result.append({name: entry.numpy() for name, entry in loader.next().items()})
+        with windows.lock:  # it waits for the next request
+            if len(killed) < 3 and windows.process is not None and windows.process.pid not in killed:
+                killed.add(windows.process.pid)
+                windows.process.kill()
+    assert_equal(result, expected)
+    assert len(killed) > 1
 
 
 def test_windows_are_deleted_behind_the_run(tmp_path):
