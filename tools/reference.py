@@ -129,6 +129,11 @@ FEATURES = {
             "tests/compiler_trainer/models/test_distill.py",
         ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
+        Feature(
+            "data streamed from files, object storage and the hub, resumed exactly",
+            f"{TEXT} data.stream=true data.eval_fraction=0 eval.interval=null",
+            "tests/compiler_trainer/data/test_stream.py",
+        ),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(
             "models of the hub, by name",

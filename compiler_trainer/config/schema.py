@@ -433,6 +433,9 @@ class WeightedSource(SourceConfig):
     weight: PositiveFloat = 1.0  # share of the source, relative to the other weights
 
 
+STREAM_WINDOW = 2**23  # tokens
+
+
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
     """The training data: one source, or several `sources` (docs/guides/your-data.md).
@@ -464,6 +467,8 @@ class DataConfig(SourceConfig):
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
     eval_fraction: OpenFraction = 0.05  # share of each source's documents for validation, if `validation` is empty
     seed: Seed = 0  # seed of the order of the data
+    stream: bool = False  # read files while training, without storing their tokens
+    stream_window: Positive = STREAM_WINDOW  # with `stream`: tokens that are read, shuffled and packed together
     cache: str | None = None  # tokens and copies; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
     cache_gib: PositiveFloat = 256.0  # above it, tokens unused for 30 days and copies unread for 10 minutes are deleted
 

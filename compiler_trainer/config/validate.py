@@ -15,6 +15,7 @@ from compiler_trainer.config.schema import (
     EIGHT_BITS,
     LONGEST,
     PLAIN_HEADS,
+    STREAM_WINDOW,
     Config,
     DataConfig,
     DistillConfig,
@@ -34,6 +35,7 @@ from passes.ir.mesh import MeshError, spread_experts
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path in an error
 TEXTS = {"classes", "passages", "triplets"}  # records that are no conversations
+STREAMS = {"text", "hf_dataset", "stdlib", "synthetic"}  # data that can be streamed
 CONVERSATIONS = {"text", "hf_dataset", "tokens", "prompts"}  # data that may be conversations
 
 
@@ -407,6 +409,39 @@ CHECKS: Checks = (
         "model.attention",
         lambda c: c.data.records == "documents" or getattr(c.model, "attention", "documents") == "documents",
         "{c.model.attention} with data.records={c.data.records}, several of which share a sequence; set documents",
+    ),
+    (
+        "data.stream",
+        lambda c: not c.data.stream or names(c.data.read) <= STREAMS,
+        "true reads files or a dataset of the hub, not data={c.data.name}; set data=text or data=hf_dataset, or false; "
+        "the same holds for sources",
+    ),
+    (
+        "data.stream",
+        lambda c: not c.data.stream or c.data.held_out == 0,
+        "true with data.eval_fraction={c.data.eval_fraction}, and no share of a stream can be held out; name "
+        "data.validation, or set data.eval_fraction=0 eval.interval=null",
+    ),
+    (
+        "data.stream",
+        lambda c: not c.data.stream or isinstance(c.train.steps, int) and c.train.steps != LONGEST,
+        "true with train.steps in epochs or tokens, and the length of a stream is not known; give a number of steps",
+    ),
+    (
+        "data.stream",
+        lambda c: not c.data.stream or not c.reference_entries,
+        "true with loss={c.loss_name}, whose reference model reads all answers before training; set false, or "
+        "loss=simpo, orpo or cpo",
+    ),
+    (
+        "data.stream",
+        lambda c: not c.data.stream or not c.data.images_per_row,
+        "true with data.images_per_row={c.data.images_per_row}: images are stored with their tokens; set false",
+    ),
+    (
+        "data.stream_window",
+        lambda c: c.data.stream or c.data.stream_window == STREAM_WINDOW,
+        "{c.data.stream_window} is for data.stream=true; leave it out",
     ),
     (
         "data.tokenizer",

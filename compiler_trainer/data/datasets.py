@@ -31,10 +31,12 @@ from compiler_trainer.data.packing import (
     PairRows,
     Rows,
     layout_rows,
+    of_records,
 )
 from compiler_trainer.data.prompts import Rollouts, read_prompts
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, load_tokens
+from compiler_trainer.data.stream import StreamLoader, StreamRows
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import make_recipe
 from compiler_trainer.models import IGNORED_LABEL
@@ -61,6 +63,10 @@ class Part:
         """Yield lines on documents, tokens, sequences, the place on disk, and skipped records."""
         if isinstance(self.train, ImageRows):
             yield f"{self.name}: {self.train.describe()}"
+        if isinstance(self.train, StreamRows):
+            window = self.train.current
+            yield f"{self.train.describe()}; its next window has {describe_rows(window.rows)} ({tokenizer})"
+            return
         if self.tokens is None:
             halves = ((self.train, "for training"), (self.held_out, "for validation"))
             yield f"{self.name}: {', '.join(f'{len(rows):,} rows {purpose}' for rows, purpose in halves if rows)}"
@@ -102,7 +108,10 @@ class Datasets:
         for part in self.parts:
             lines += part.describe(self.cfg.tokenizer)
         for name, rows, weight, rows_taken in zip(mixture.names, mixture.parts, mixture.weights, self.train.rows_taken):
-            lines.append(f"{name}: {(rows_taken + rows_left * weight) / len(rows):,.3g} epochs when the run ends")
+            if isinstance(rows, StreamRows):
+                rows = rows.current.rows
+            else:
+                lines.append(f"{name}: {(rows_taken + rows_left * weight) / len(rows):,.3g} epochs when the run ends")
             if self.cfg.chat and rows.cut_share:
                 lines.append(f"note: {name}: {packing_note(rows, self.cfg.packs)}")
         return "\n".join(lines)
@@ -118,8 +127,12 @@ class Datasets:
             yield from (part for part in loader.rows.parts if isinstance(part, PairRows))
 
     def report(self) -> list[dict[str, Any]]:
-        """Return, for each source, the number of training sequences and how well they are packed."""
-        trained = zip(self.train.rows.names, self.train.rows.parts)
+        """Return, for each source, the number of training sequences and how well they are packed.
+
+        Those of a stream are the ones of its next window.
+        """
+        parts = (part.current.rows if isinstance(part, StreamRows) else part for part in self.train.rows.parts)
+        trained = zip(self.train.rows.names, parts)
         return [
             {"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut_share}
             for name, rows in trained
@@ -153,9 +166,13 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
     """
     tokenizer, cache = tokenizer_of(cfg), cache_of(cfg)
     build = partial(build_part, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
-    parts = [build(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
+    if cfg.stream:
+        parts = [stream_part(cfg, source, number, tokenizer, seq_len) for number, source in enumerate(cfg.read)]
+    else:
+        parts = [build(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
     validation_parts = [build(source, number, 1.0) for number, source in enumerate(cfg.validation)]
     train = mix([(part.train, source, part.name) for part, source in zip(parts, cfg.read)])
+    loader = StreamLoader if cfg.stream else Loader
     validation = [
         (part.held_out, source, part.name)
         for part, source in zip(validation_parts or parts, cfg.validation or cfg.read)
@@ -164,7 +181,7 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
         cfg,
         [*parts, *validation_parts],
         count_ids([*parts, *validation_parts], tokenizer),
-        Loader(train, global_batch_size, cfg.seed, cache),
+        loader(train, global_batch_size, cfg.seed, cache),
         Loader(mix(validation), global_batch_size, seed=None) if any(rows for rows, *_ in validation) else None,
     )
 
@@ -177,8 +194,11 @@ def mix(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
 
 
 def check_same_entries(rows_by_source: Mapping[str, Rows]) -> None:
-    """Raise UserError unless the rows of all sources have the same entries, of the same shapes and dtypes."""
-    if len(rows_by_source) == 1:
+    """Raise UserError unless the rows of all sources have the same entries, of the same shapes and dtypes.
+
+    Those of streams have, and are not read for it.
+    """
+    if len(rows_by_source) == 1 or any(isinstance(rows, StreamRows) for rows in rows_by_source.values()):
         return
     first, *others = rows_by_source
     shapes = {name: shapes_of(rows.batch(np.zeros(1, np.int64))) for name, rows in rows_by_source.items()}
@@ -221,13 +241,15 @@ def build_part(
         [with_images(cfg, tokenizer, half) for half in halves if half is not None]
         for halves in zip(*(volume[:2] for volume in volume_rows))
     )
-    rows = [join_volumes(half, name) for half in (train, held_out)]
-    if cfg.has_groups:
-        documents = TOGETHER["pairs" if cfg.pairs else cfg.records]
-        rows = [None if half is None else PairRows(half, documents) for half in rows]
-    if cfg.records == "classes":
-        rows = [None if half is None else ClassRows(half) for half in rows]
+    joined = [join_volumes(half, name) for half in (train, held_out)]
+    rows = [None if half is None else of_records(half, cfg) for half in joined]
     return Part(name, tokens, rows[0], rows[1], any(volume.is_cut for volume in volume_rows))
+
+
+def stream_part(cfg: DataConfig, source: SourceConfig, number: int, tokenizer: Tokenizer, seq_len: int) -> Part:
+    """Return the sequences of a source that is read while training."""
+    rows = StreamRows(cfg, source, number, tokenizer, seq_len, name_of(source))
+    return Part(rows.name, None, rows, None, False, tokenizer.vocab_size)
 
 
 def dataset_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:

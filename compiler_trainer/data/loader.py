@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class LoaderState(TypedDict):
     taken: list[int]
     seed: int | None
     fingerprint: str
+    windows: NotRequired[list[list[Any]]]  # of streams: the window of each source's next row
 
 
 class NextBatch(NamedTuple):

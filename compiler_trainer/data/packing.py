@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE
+from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE, DataConfig
 from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
 from compiler_trainer.data.layout import PADDING, Layout, with_images
 from compiler_trainer.models import IGNORED_LABEL
@@ -511,6 +511,13 @@ def append_unrelated(row: dict[str, Ids], other: dict[str, Ids], number: int) ->
     document = {"tokens": tokens, "labels": labels, "positions": np.arange(size), "documents": np.full(size, number)}
     for name, values in document.items():
         row[name][begin : begin + size] = values[:size]
+
+
+def of_records(rows: Rows, cfg: DataConfig) -> Rows:
+    """Return packed rows with the entries of the records of a config: pairs and the like, or classes."""
+    if cfg.has_groups:
+        return PairRows(rows, TOGETHER["pairs" if cfg.pairs else cfg.records])
+    return ClassRows(rows) if cfg.records == "classes" else rows
 
 
 # ---- classes -------------------------------------------------------------------------------------------

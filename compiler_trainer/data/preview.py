@@ -18,7 +18,7 @@ from compiler_trainer.data.chat import ChatTemplate
 from compiler_trainer.data.pictures import with_image_texts
 from compiler_trainer.data.readers import READERS, ReadOptions
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record, Texts
-from compiler_trainer.data.sources import source_of
+from compiler_trainer.data.sources import source_of, stream_of
 from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, tokenizer_of
 from compiler_trainer.data.worker import Part, Worker, make_recipe
 from compiler_trainer.places.cache import cache_of
@@ -70,7 +70,7 @@ class Reader:
     def __init__(self, cfg: DataConfig, kinds: Sequence[dict[str, Any]]):
         self.cfg, self.tokenizer = cfg, tokenizer_of(cfg)
         self.cache = cache_of(cfg)
-        self.source = source_of(cfg, cfg.seed, self.cache)
+        self.source = (stream_of if cfg.stream else source_of)(cfg, cfg.seed, self.cache)
         self.chat, self.pairs = (cfg.chat, cfg.pairs) if cfg.records != "documents" else self.kind(kinds)
         cfg = dataclasses.replace(cfg, chat=self.chat, pairs=self.pairs, bad_records="skip")
         self.worker = Worker(make_recipe(cfg, cfg, self.tokenizer), self.cache.folder)
@@ -97,7 +97,9 @@ class Reader:
         fields = fields or self.worker.recipe.fields(template)
         for span in self.source.spans:
             fields = fields._replace(base=os.path.dirname(span.path))
-            options = ReadOptions(fields, self.cfg.document_separator, self.tokenizer, self.cache)
+            options = ReadOptions(
+                fields, self.cfg.document_separator, self.tokenizer, self.cache, in_place=self.cfg.stream
+            )
             yield from READERS[span.reader](span, options)
 
     def documents(self, document: Document, notes: list[str]) -> list[Shown]:

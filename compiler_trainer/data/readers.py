@@ -2,20 +2,16 @@
 
 A tokenizing process reads only spans, each independently. The borders of a byte span are moved to the next border
 between documents. The neighbouring span finds the same border, so a document belongs to exactly one span. Datasets are
-those of the `datasets` library: from a local folder, or cached under a name.
+those of the `datasets` library (hub_rows.py).
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,14 +21,16 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.extras import install
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.data import ids
 from compiler_trainer.data.formats import columns_of, from_json, from_object, from_table_row, parse
+from compiler_trainer.data.hub_rows import load_shard, load_split
 from compiler_trainer.data.ids import find_index
 from compiler_trainer.data.records import BYTE_ORDER_MARK, BadRecord, Document, Fields, Record, decode
 from compiler_trainer.data.tokenizers import WINDOW_BYTES, Tokenizer, dtype_of, next_cut
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
+from compiler_trainer.places.ranges import RemoteFile, opened
 
 ROWS_AT_ONCE = 1000
 CHUNK_BYTES = 2**20  # unpacked at a time
@@ -51,12 +49,24 @@ class Span(NamedTuple):
 
 
 class ReadOptions(NamedTuple):
-    """The parameters of readers: the fields of records, the separator of texts, the tokenizer, and the cache."""
+    """The parameters of readers: the fields of records, the separator of texts, the tokenizer, and the cache.
+
+    With `in_place`, remote files are read where they are, in ranges; otherwise they are copied into the cache.
+    """
 
     fields: Fields
     separator: str | None
     tokenizer: Tokenizer
     cache: Cache  # for copies of remote files
+    in_place: bool = False
+
+    def file(self, path: str) -> str | RemoteFile:
+        """Return a file's path on this machine, or the remote file to read in place."""
+        return RemoteFile(path) if self.in_place and is_remote(path) else self.local_path(path)
+
+    def content(self, path: str) -> Content:
+        """Return the bytes of a file."""
+        return opened(path) if self.in_place and is_remote(path) else map_file(self.local_path(path))
 
     def local_path(self, path: str) -> str:
         """Return a file's path on this machine."""
@@ -64,6 +74,7 @@ class ReadOptions(NamedTuple):
 
 
 Records = Iterator[Record]
+Content = bytes | mmap.mmap | RemoteFile
 
 
 # ---- bytes of files -----------------------------------------------------------------------------------
@@ -95,14 +106,14 @@ def as_document(content: bytes, offset: int) -> Document:
 def read_separated(span: Span, options: ReadOptions) -> Records:
     """Yield the documents between separators in a file."""
     assert options.separator
-    content = map_file(options.local_path(span.path))
+    content = options.content(span.path)
     for at, part in split_span(content, span, options.separator.encode()):
         yield Record(partial(line_name, span.path, content, at), partial(as_document, part, at))
 
 
 def read_lines(span: Span, options: ReadOptions) -> Records:
     """Yield one document per line of JSON; blank lines are skipped."""
-    content = map_file(options.local_path(span.path))
+    content = options.content(span.path)
     for at, line in split_span(content, span, b"\n"):
         if line.strip():
             yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, options.fields))
@@ -110,7 +121,7 @@ def read_lines(span: Span, options: ReadOptions) -> Records:
 
 def read_json(span: Span, options: ReadOptions) -> Records:
     """Yield one document per object in a JSON list, or per line of a file without one; a list is read as a whole."""
-    content = map_file(options.local_path(span.path))
+    content = options.content(span.path)
     if not content[:CHUNK_BYTES].removeprefix(BYTE_ORDER_MARK.encode()).lstrip().startswith(b"["):
         yield from read_lines(span._replace(end=len(content)), options)
         return
@@ -131,7 +142,7 @@ def map_file(path: str) -> bytes | mmap.mmap:
         raise UserError(path, f"cannot be read: {error.strerror}") from error
 
 
-def split_span(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[tuple[int, bytes]]:
+def split_span(content: Content, span: Span, separator: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (position, content) of the parts between separators that begin in the span."""
     at, end = (border(content, place, separator) for place in (span.start, span.end))
     parts = content[at:end].split(separator)
@@ -142,7 +153,7 @@ def split_span(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iter
         at += len(part) + len(separator)
 
 
-def border(content: bytes | mmap.mmap, at: int, separator: bytes) -> int:
+def border(content: Content, at: int, separator: bytes) -> int:
     """Return the end of the first separator from byte `at` on; the start and end of a file are borders too."""
     if at == 0 or at >= len(content):
         return at
@@ -150,8 +161,10 @@ def border(content: bytes | mmap.mmap, at: int, separator: bytes) -> int:
     return len(content) if end < 0 else end + len(separator)
 
 
-def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
-    """Return the name of the line that contains a byte of a file, counted from 1."""
+def line_name(path: str, content: Content, at: int) -> str:
+    """Return the name of the line that contains a byte of a file, counted from 1; the byte's, if the file is remote."""
+    if isinstance(content, RemoteFile):  # to count its lines, it would be read from the start
+        return f"{path}: byte {at}"
     step = 2**20
     number = 1 + sum(content[start : min(start + step, at)].count(b"\n") for start in range(0, at, step))
     return f"{path}:{number}"
@@ -163,11 +176,15 @@ def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
 # from its start and holds only the part that it tokenizes.
 
 
+PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+
+
 @contextmanager
 def unpacked(span: Span, options: ReadOptions) -> Iterator[Any]:
     """Yield a file as a stream of bytes, unpacked if its name ends in .gz or .zst; raise UserError if it is damaged."""
     try:
-        with pa.input_stream(options.local_path(span.path), compression="detect") as stream:
+        compression = PACKINGS.get(os.path.splitext(span.path)[1])
+        with pa.input_stream(options.file(span.path), compression=compression) as stream:
             yield stream
     except OSError as error:
         raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
@@ -227,7 +244,7 @@ def part_of_text(path: str, content: bytes, at: int, is_last: bool) -> Document:
 def read_table(span: Span, options: ReadOptions) -> Records:
     """Yield one document per row of some row groups of a parquet file."""
     try:
-        with pq.ParquetFile(options.local_path(span.path)) as table:
+        with pq.ParquetFile(options.file(span.path)) as table:
             names, columns = table.schema_arrow.names, check_columns(table.schema_arrow, span.path, options.fields)
             row = sum(table.metadata.row_group(number).num_rows for number in range(span.start))
             groups = list(range(span.start, span.end))
@@ -341,6 +358,20 @@ def read_dataset(span: Span, options: ReadOptions) -> Records:
         )
 
 
+def read_shard(span: Span, options: ReadOptions) -> Records:
+    """Yield one document per row of a shard of a dataset that is not downloaded as a whole."""
+    shard = load_shard(span.path, span.start)
+    for number, row in enumerate(shard):
+        if number == 0:
+            names = shard.column_names or list(row)
+            columns = columns_in(names, "data.path", options.fields)
+        values = {name: row[name] for name in columns if name in row}
+        yield Record(
+            partial("{}: shard {}, row {}".format, span.path, span.start, number),
+            partial(from_table_row, values, options.fields, names),
+        )
+
+
 def read_indexed(span: Span, options: ReadOptions) -> Records:
     """Return the documents of a .bin, from its index."""
     return ids.read_indexed(span.path, options.local_path(span.path), span.start, span.end)
@@ -379,6 +410,7 @@ READERS: dict[str, Callable[[Span, ReadOptions], Records]] = {
     "table": read_table,
     "arrow": read_arrow,
     "dataset": read_dataset,
+    "shard": read_shard,
     "indexed": read_indexed,
     "array": read_array,
     "synthetic": read_synthetic,
@@ -413,51 +445,10 @@ def walk(successors: list[list[int]], rng: np.random.Generator) -> str:
     return "".join(letters)
 
 
-# ---- the datasets library ------------------------------------------------------------------------------
+# ---- rows of a dataset ----------------------------------------------------------------------------------
 
 
 DATASET_ROWS = 1000
-SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of them
-
-
-@functools.cache
-def library() -> Any:
-    """Return the `datasets` library; raise UserError if it is missing."""
-    try:
-        return import_module("datasets")
-    except ImportError as error:
-        raise UserError("data", f"hf_dataset needs datasets ({error}); {install('hf')}") from error
-
-
-@functools.cache
-def load_split(name: str) -> Any:
-    """Load the split of a name, which is JSON of path, configuration name and split."""
-    path, configuration, split = json.loads(name)
-    try:
-        if any(Path(path, file).is_file() for file in SAVED):
-            return select_split(library().load_from_disk(path), split)
-        return library().load_dataset(path, configuration, split=split)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises whatever its readers raise
-        raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
-
-
-def select_split(dataset: Any, split: str) -> Any:
-    """Return a split, or a part of one, of a dataset that `save_to_disk` wrote; without splits, any name fits."""
-    name, _, part = split.partition("[")
-    if isinstance(dataset, dict):
-        if name not in dataset:
-            raise UserError("data.split", f"is {split}, and the folder has {', '.join(dataset)}; name one of these")
-        dataset = dataset[name]
-    if not part:
-        return dataset
-    if "+" in split:
-        raise UserError(
-            "data.split", f"is {split}; for a folder of save_to_disk give a single part, such as '{name}[:10%]'"
-        )
-    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({name: len(dataset)})
-    return dataset.select(range(absolute.from_, absolute.to))
 
 
 def read_rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import SourceConfig
-from compiler_trainer.data import readers
+from compiler_trainer.data.hub_rows import is_saved, load_split, load_stream
 from compiler_trainer.data.ids import find_index, map_ids, read_index
 from compiler_trainer.data.readers import Span, batches_of, one_line
 from compiler_trainer.places.cache import Cache
@@ -202,10 +202,35 @@ def document_spans(reader: str, name: str, count: int, size: int) -> list[Span]:
 def dataset_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     """Return the rows of a dataset's split as a source."""
     name = json.dumps([cfg.path, cfg.configuration, cfg.split])
-    dataset = readers.load_split(name)
+    dataset = load_split(name)
     files = [entry["filename"] for entry in dataset.cache_files]
     spans = document_spans("dataset", name, len(dataset), sum(map(os.path.getsize, files)))
     return Source(f"{cfg.path} ({cfg.split})", spans, list(map(stamp, files)))
+
+
+def stream_of(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
+    """Return the documents of `cfg` as `source_of`, in spans that are read where they are; raise UserError."""
+    if cfg.name == "hf_dataset" and not is_saved(cfg.path or ""):
+        name = json.dumps([cfg.path, cfg.configuration, cfg.split])
+        spans = [Span("shard", name, number, number + 1, 0) for number in range(load_stream(name).num_shards)]
+        return Source(f"{cfg.path} ({cfg.split})", spans, [])
+    for path in expand_files(cfg.files):
+        if (kind := ending(path)) in UNSTREAMED and (is_remote(path) or kind in NAMED):
+            streamed = ", ".join(kind for kind in IN_FOLDERS if kind not in UNSTREAMED)
+            raise UserError(path, f"cannot be read in parts; data.stream reads {streamed}; convert it, or download it")
+    source = source_of(cfg, seed, cache)
+    return source._replace(spans=[*map(from_start, filter(is_streamed, source.spans))])
+
+
+def is_streamed(span: Span) -> bool:
+    """Return False for further spans of a text in a store, which is read from its start."""
+    return span.start == 0 or span.reader != "text" or not is_remote(span.path)
+
+
+def from_start(span: Span) -> Span:
+    """Return the span of a whole text in a store; any other span as it is."""
+    is_whole = span.reader == "text" and is_remote(span.path)
+    return Span("packed text", span.path, 0, 1, span.size_bytes) if is_whole else span
 
 
 def generator_source(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
@@ -239,6 +264,7 @@ SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
 PACKABLE, WHOLE = (".txt", ".jsonl", ".csv", ".tsv"), (".parquet", ".arrow", ".feather", ".npy", ".bin")
 IN_FOLDERS = (*(kind + packing for packing in ("", ".gz", ".zst") for kind in PACKABLE), *WHOLE)
 NAMED = (".json",)  # read if named: folders of data have others, such as config.json
+UNSTREAMED = (*NAMED, ".arrow", ".feather", ".npy", ".bin")  # files of stores that are only copied as a whole
 KNOWN = f"{', '.join(PACKABLE)} (also with .gz or .zst), {', '.join(WHOLE)}"
 
 

@@ -70,6 +70,8 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
         raise UserError("data.sources", f"are several; {fix}")
     if cfg.images_per_row:
         raise UserError("data.images_per_row", "is for runs, which store images with their tokens; set it to 0")
+    if cfg.stream:
+        raise UserError("data.stream", "reads files without storing their tokens; set it to false to store them")
     if cfg.tokens is not None:
         raise UserError("data.tokens", "are already tokens; give the text to tokenize")
     tokenizer = tokenizer_of(cfg)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,9 +24,9 @@ from compiler_trainer.data.chat import Chats, ChatTemplate
 from compiler_trainer.data.corpus import Encoded, Shard
 from compiler_trainer.data.pictures import ImageFile, ImageOptions, files_of, image_options, restore_options
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
-from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Texts
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Record, Texts
 from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
-from compiler_trainer.places.cache import Cache, cache_of
+from compiler_trainer.places.cache import Cache, cache_of, writable
 
 DOCUMENTS_AT_ONCE = 1000
 IDS_AT_ONCE = 2**17
@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
     Records are conversations with `chat`, otherwise texts in `column`. With `pairs`, a record is two conversations, one
     document each. With `last_only`, only the last answer of a conversation is labels. With `skip_bad`, bad records are
     skipped. `records`, `labels` and `margins` are those of DataConfig. With `images`, conversations have images, which
-    the processor next to the tokenizer reads.
+    the processor next to the tokenizer reads. With `in_place`, remote files are not copied.
     """
 
     tokenizer: Tokenizer
@@ -53,6 +53,7 @@ class Recipe(NamedTuple):
     labels: tuple[str, ...] = ()
     margins: bool = False
     images: ImageOptions | None = None
+    in_place: bool = False
 
     @property
     def decides(self) -> tuple[Any, ...]:
@@ -134,22 +135,31 @@ class Worker:
 
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
         """Yield the contents of spans in parts that a tokenizer can take; the shard counts bad records and notes."""
-        fields = self.recipe.fields(self.chats.template if self.chats else None)
         for span in spans:
-            fields = fields._replace(base=os.path.dirname(span.path))
-            options = ReadOptions(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
-            for record in READERS[span.reader](span, options):
-                notes: list[str] = []
-                try:
-                    document = record.read()
-                    parts_read = self.prepare(document, notes)
-                except BadRecord as error:
-                    if not self.recipe.skip_bad:
-                        raise UserError(record.where(), str(error)) from error
-                    shard.skip(record.where, str(error))
-                else:
-                    shard.note(record.where, [*document.notes, *notes])
-                    yield from parts_read
+            for record in self.records(span):
+                yield from self.parts(record, shard)
+
+    def records(self, span: Span) -> Iterator[Record]:
+        """Yield the records of a span."""
+        fields = self.recipe.fields(self.chats.template if self.chats else None)
+        fields = fields._replace(base=os.path.dirname(span.path))
+        recipe = self.recipe
+        options = ReadOptions(fields, recipe.separator, self.tokenizer, recipe.cache, recipe.in_place)
+        return READERS[span.reader](span, options)
+
+    def parts(self, record: Record, shard: Shard) -> list[Part]:
+        """Return the contents of a record, none of a bad one; the shard counts bad records and notes."""
+        notes: list[str] = []
+        try:
+            document = record.read()
+            parts_read = self.prepare(document, notes)
+        except BadRecord as error:
+            if not self.recipe.skip_bad:
+                raise UserError(record.where(), str(error)) from error
+            shard.skip(record.where, str(error))
+            return []
+        shard.note(record.where, [*document.notes, *notes])
+        return parts_read
 
     def prepare(self, document: Document, notes: list[str]) -> list[Part]:
         """Return a text in parts of bounded length, or the tokens of a conversation's samples."""
@@ -254,22 +264,38 @@ def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 def main() -> None:
     """Tokenize the pieces that come in as lines of JSON; answer each with a line: null, or the error."""
+
+    def tokenizing(recipe: Recipe, folder: str) -> Callable[[int, list[Any]], None]:
+        worker = Worker(recipe, Path(folder))
+
+        def tokenize(number: int, spans: list[Any]) -> None:
+            with writable("data.cache", worker.folder):
+                worker.tokenize(number, [Span(*span) for span in spans])
+
+        return tokenize
+
+    serve(tokenizing)
+
+
+def serve(begin: Callable[..., Callable[..., Any]]) -> None:
+    """Answer lines of JSON, each a list of arguments, with a line: [result, null], or [null, error].
+
+    The first line has the file of a recipe and further arguments, from which `begin` makes the function to call.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output of libraries away from the answers
     lines: SimpleQueue[str] = SimpleQueue()
     Thread(target=receive, args=(lines,), daemon=True).start()
-    recipe, folder = json.loads(lines.get())
-    worker = Worker(restore_recipe(json.loads(Path(recipe).read_text(encoding="utf-8"))), Path(folder))
+    recipe, *arguments = json.loads(lines.get())
+    call = begin(restore_recipe(json.loads(Path(recipe).read_text(encoding="utf-8"))), *arguments)
     while True:
-        number, spans = json.loads(lines.get())
+        values = json.loads(lines.get())
+        result, problem = None, None
         try:
-            worker.tokenize(number, [Span(*span) for span in spans])
-            answer = None
+            result = call(*values)
         except UserError as error:
-            answer = [error.place, error.message]
-        except OSError as error:
-            answer = ["data.cache", f"{folder}: {error.strerror or error}"]
-        print(json.dumps(answer), file=answers, flush=True)
+            problem = [error.place, error.message]
+        print(json.dumps([result, problem]), file=answers, flush=True)
 
 
 def receive(lines: SimpleQueue[str]) -> None:

@@ -72,7 +72,7 @@ def share(
         for output in select.select(list(busy), [], [])[0]:
             process, number = busy.pop(output)
             idle.append(process)
-            if (error := answer(process)) is None:
+            if (error := answer(process)[1]) is None:
                 on_done(pieces[number])
             elif failure is None or number < failure.number:
                 failure = Failure(number, error)
@@ -83,18 +83,11 @@ def share(
 @contextmanager
 def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Yield processes that tokenize by a recipe; they are killed at the end of the block, or with this process."""
-    # Tokenizer threads of all processes would compete, and they ignore interruptions.
-    env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-m", "compiler_trainer.data.worker"]
     started = []
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:  # the vocabulary takes megabytes
-        json.dump(recipe.to_json(), file, default=str)
-        file.flush()
+    with stored(recipe) as file:
         try:
             for _ in range(count):
-                # In their own process group, they do not get Ctrl-C.
-                started.append(subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True))
-                ask(started[-1], [file.name, str(folder)])
+                started.append(start("compiler_trainer.data.worker", file, str(folder)))
             yield list(started)
         finally:
             for process in started:
@@ -103,21 +96,44 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
                 process.wait()
 
 
+@contextmanager
+def stored(recipe: Recipe) -> Iterator[str]:
+    """Yield the path of a file with a recipe, whose vocabulary takes megabytes."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(recipe.to_json(), file, default=str)
+        file.flush()
+        yield file.name
+
+
+def start(module: str, *arguments: object, threads: bool = False) -> subprocess.Popen[str]:
+    """Return a process that runs a module, with its first line; it ends with this process.
+
+    Without `threads`, tokenizers use only one: those of several processes would compete, and they ignore interruptions.
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    env["TOKENIZERS_PARALLELISM"] = str(threads).lower()
+    command = [sys.executable, "-m", module]
+    # In its own process group, it does not get Ctrl-C.
+    process = subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True)
+    ask(process, list(arguments))
+    return process
+
+
 def ask(process: subprocess.Popen[str], content: object) -> None:
     """Write a line to a process."""
     assert process.stdin is not None
     print(json.dumps(content, default=str), file=process.stdin, flush=True)
 
 
-def answer(process: subprocess.Popen[str]) -> UserError | None:
-    """Return the error of the piece that a process was given, or None."""
+def answer(process: subprocess.Popen[str]) -> tuple[Any, UserError | None]:
+    """Return the result of a process's last call, and its error, or None."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
         code = process.wait()
         raise RuntimeError(f"a tokenizing process ended with exit code {code}; -9 often means out of memory")
-    values = json.loads(line)
-    return values and UserError(*values)
+    result, error = json.loads(line)
+    return result, error and UserError(*error)
 
 
 # ---- progress ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint.load import MODEL
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.schema import STREAM_WINDOW, Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
@@ -65,7 +65,8 @@ def has_further_terms(trained: Subject) -> bool:
 def data_of(cfg: Config, other: bool) -> Datasets:
     """Return the data to evaluate: the run's validation text, or all of `other` text."""
     if other:
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0, validation=()))
+        data = dataclasses.replace(cfg.data, eval_fraction=0.0, validation=(), stream=False)
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(data, stream_window=STREAM_WINDOW))
     return read_data(cfg)
 
 

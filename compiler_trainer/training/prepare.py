@@ -29,6 +29,7 @@ from compiler_trainer.config.options import steps_of
 from compiler_trainer.config.schema import Config, DistillConfig, FolderConfig, ModelConfig, TrainConfig, with_steps
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, datasets_of
+from compiler_trainer.data.stream import StreamLoader
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of, teacher_of
 from compiler_trainer.models.skeleton import fill
@@ -123,6 +124,12 @@ def find_start(cfg: Config, datasets: Datasets, damaged_paths: tuple[Path, ...] 
     folder.check(cfg, ckpt.path if ckpt else None, start.step)
     check_store(cfg, start.step)
     return dataclasses.replace(start, damaged_paths=damaged_paths)
+
+
+def open_streams(datasets: Datasets) -> None:
+    """Read the next window of streams on one rank of each machine, while the others wait; raise UserError."""
+    if isinstance(datasets.train, StreamLoader):
+        first_of_each_machine_first(datasets.train.open)
 
 
 def move_data(datasets: Datasets, ckpt: Checkpoint) -> None:

@@ -55,6 +55,7 @@ from compiler_trainer.training.prepare import (
     check_room,
     find_start,
     make_reproducible,
+    open_streams,
     read_data,
     resolve_steps,
     same_on_all_ranks,
@@ -108,6 +109,7 @@ def train(
         if start.ckpt is not None and start.step >= cfg.train.steps:
             save_snapshot(cfg)
             return report_finished(cfg, start)
+        open_streams(datasets)
         trace.check(cfg, start.step)
         checked = check_capture(cfg, trained, lambda: peek(datasets.train))
         for note in (*notes(cfg, trained), remark(cfg, trained), checked):

@@ -11,7 +11,7 @@ import pytest
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import readers, sources
+from compiler_trainer.data import hub_rows, sources
 from compiler_trainer.data.datasets import build_datasets
 
 
@@ -22,7 +22,7 @@ def dataset(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    readers.load_split.cache_clear()
+    hub_rows.load_split.cache_clear()
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         rows = [f"{split} {i}" for i in range(3000)]
@@ -61,12 +61,12 @@ def test_what_is_not_there_is_named(dataset, options, message):
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    readers.library.cache_clear()
-    readers.load_split.cache_clear()
+    hub_rows.library.cache_clear()
+    hub_rows.load_split.cache_clear()
     with pytest.raises(UserError, match=r"hf_dataset needs datasets \(.*\); pip install '.*\[hf\]'"):
         tokens(tmp_path)
 
-    readers.library.cache_clear()
+    hub_rows.library.cache_clear()
 
 
 SAVED = {
@@ -79,7 +79,7 @@ SAVED = {
 
 @pytest.mark.parametrize(("several", "split", "count"), SAVED.values(), ids=SAVED)
 def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_path):
-    library = readers.library()
+    library = hub_rows.library()
     whole = library.load_dataset(str(dataset))
     (whole if several else whole["train"]).save_to_disk(str(tmp_path / "saved"))
     result = tokens(tmp_path / "saved", split=split)
@@ -90,6 +90,6 @@ def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_
 
 @pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "give a single part")])
 def test_a_split_that_a_saved_folder_does_not_have_is_refused(split, message, dataset, tmp_path):
-    readers.library().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
+    hub_rows.library().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match=message.replace("[", "\\[")):
         tokens(tmp_path / "saved", split=split)

@@ -1,0 +1,83 @@
+"""Datasets of the `datasets` library: loaded as a whole, or as a stream of shards.
+
+Only the library's iteration is used for streams. Its own shuffle buffer is lost when a state is loaded
+(github.com/huggingface/datasets/issues/7901).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.extras import install
+
+SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of them
+
+
+@functools.cache
+def library() -> Any:
+    """Return the `datasets` library; raise UserError if it is missing."""
+    try:
+        return import_module("datasets")
+    except ImportError as error:
+        raise UserError("data", f"hf_dataset needs datasets ({error}); {install('hf')}") from error
+
+
+@functools.cache
+def load_split(name: str) -> Any:
+    """Load the split of a name, which is JSON of path, configuration name and split."""
+    path, configuration, split = json.loads(name)
+    try:
+        if is_saved(path):
+            return select_split(library().load_from_disk(path), split)
+        return library().load_dataset(path, configuration, split=split)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises whatever its readers raise
+        raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def select_split(dataset: Any, split: str) -> Any:
+    """Return a split, or a part of one, of a dataset that `save_to_disk` wrote; without splits, any name fits."""
+    name, _, part = split.partition("[")
+    if isinstance(dataset, dict):
+        if name not in dataset:
+            raise UserError("data.split", f"is {split}, and the folder has {', '.join(dataset)}; name one of these")
+        dataset = dataset[name]
+    if not part:
+        return dataset
+    if "+" in split:
+        raise UserError(
+            "data.split", f"is {split}; for a folder of save_to_disk give a single part, such as '{name}[:10%]'"
+        )
+    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({name: len(dataset)})
+    return dataset.select(range(absolute.from_, absolute.to))
+
+
+def is_saved(path: str) -> bool:
+    """Return True for a folder that `save_to_disk` wrote."""
+    return any(Path(path, file).is_file() for file in SAVED)
+
+
+@functools.cache
+def load_stream(name: str) -> Any:
+    """Return the split of a name, as for `load_split`, without downloading it; raise UserError."""
+    path, configuration, split = json.loads(name)
+    if "[" in split or "+" in split:
+        raise UserError("data.split", f"is {split}, and a stream has whole splits only; name one, such as train")
+    try:
+        return library().load_dataset(path, configuration, split=split, streaming=True)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises whatever its readers raise
+        raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def load_shard(name: str, number: int) -> Any:
+    """Return shard `number` of a split, an iterable of rows."""
+    stream = load_stream(name)
+    return stream.shard(num_shards=stream.num_shards, index=number)
