@@ -99,6 +99,12 @@ FEATURES = {
             "tests/compiler_trainer/training/test_rollouts.py",
         ),
         Feature(
+            "answers of GRPO from a server (vLLM's and SGLang's interface, with a stand-in)",
+            "model=hf model.path=FOLDER loss=grpo data=prompts data.prompts=[a] rewards=[a.b] eval.interval=null "
+            "train.global_batch_size=8 loss.server=http://localhost:8000",
+            "tests/compiler_trainer/training/test_rollout_server.py",
+        ),
+        Feature(
             "KTO with single answers",
             f"{TEXT} data.chat=true data.records=answers loss=kto model.attention=documents",
             "tests/compiler_trainer/training/test_preference.py",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
@@ -286,6 +287,13 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceConfig]] = {
 }
 
 
+def is_server(value: str) -> bool:
+    """Return True for the address of a server: scheme, host and port, without a path."""
+    parts = urlsplit(value)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+
+
+Server = Annotated[str, Must("be the address of a server without a path, as http://localhost:8000", is_server)]
 GroupSize = Annotated[int, Must("be at least 2: an answer is compared with the others of its group", lambda n: n >= 2)]
 
 
@@ -302,6 +310,7 @@ class GrpoConfig:
     answer_tokens: Positive = 128  # most tokens of an answer
     temperature: PositiveFloat = 1.0  # logits are divided by it, in sampling and in the loss
     steps_per_rollout: Positive = 1  # answers are drawn for so many steps at once, with the weights before the first
+    server: Server | None = None  # address of a vLLM or SGLang server that draws the answers; null: this process
     epsilon: PositiveFloat = 0.2  # ratios below 1 - epsilon are clipped
     epsilon_high: PositiveFloat | None = None  # ratios above 1 + epsilon_high are clipped, 0.28 in DAPO; null: epsilon
     importance: Literal["token", "sequence"] = "token"  # ratios of tokens, or of sequences (GSPO, arXiv:2507.18071)

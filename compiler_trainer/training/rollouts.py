@@ -1,13 +1,11 @@
 """Answers to prompts, drawn with the current weights, scored by reward functions and compared within their groups.
 
-Each rank gathers the whole model, in the dtype of computation, for as long as it draws its share of the groups by
-transformers' `generate`, and ranks exchange the answers. Rank 0 computes the rewards. Log-probabilities of the
-reference, and of the weights before the first of several steps, are those of an evaluation program over the mesh.
+A sampler draws the answers (`samplers`), and rank 0 computes the rewards. Log-probabilities of the reference, and of
+the weights before the first of several steps, are those of an evaluation program over the mesh.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,33 +15,32 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig
 from compiler_trainer.config.targets import function
+from compiler_trainer.data.chat import Prompt
 from compiler_trainer.data.corpus import Ids
 from compiler_trainer.data.loader import Batch
 from compiler_trainer.data.prompts import PromptRows, Rollout, Rollouts, answer_rows
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import INPUTS
-from compiler_trainer.models.folder import plain
 from compiler_trainer.models.grpo import answer_logs
 from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, ends_answers, group, in_use, why_uncached
-from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.sampling import Drawn, ends_answers, why_uncached
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
-from compiler_trainer.step.ranks import from_rank_0, gather, host_group, local_device, place_in_job
+from compiler_trainer.step.ranks import local_device, try_on_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.evaluate import SampleLines
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.samplers import sampler_of
 
+MOST_GAP = 1.0  # nats between a server and the trainer, whose rounding differs by a few hundredths in bfloat16
 EPSILON = 1e-4  # added to standard deviations of rewards, as in TRL
 
 
@@ -56,8 +53,9 @@ class Answers(Callback):
     def __init__(self, cfg: Config, trained: Subject, loader: Rollouts):
         assert isinstance(cfg.loss, GrpoConfig)
         if why := why_uncached(cfg):
-            raise UserError("loss.name", f"grpo draws answers by transformers' generate, but {why}; use model=hf")
+            raise UserError("loss.name", f"grpo draws answers with transformers' model, but {why}; use model=hf")
         self.cfg, self.loss, self.trained, self.loader = cfg, cfg.loss, trained, loader
+        self.sampler = sampler_of(cfg, trained)
         self.rewards = {name: reward_function(name) for name in cfg.rewards}
         self.tokenizer, self.lines = tokenizer_of(cfg.data), SampleLines()
         (rows,) = loader.rows.parts
@@ -68,17 +66,21 @@ class Answers(Callback):
 
     def on_start(self, run: Run) -> None:
         """Compile the log-probabilities if they are needed, and draw the batches from now on."""
-        self.step, self.group = run.step, host_group()
+        self.step = run.step
         self.evaluator = None if self.loss.entries == ("sampled",) else Evaluator(self.cfg, self.trained, run.step)
         self.loader.draw_answers = self.rollout
         if run.rank == 0:
             self.lines.start(run.cfg, run.done)
 
     def on_step(self, run: Run, record: Record) -> None:
-        """Write the answers to the first prompt of the rollout."""
+        """Write the answers to the first prompt of the rollout; raise UserError if a server has other weights."""
         if run.rank == 0:
             line: dict[str, Any] = {"step": int(record["step"]), "samples": self.shown}
             self.lines.log(line)
+        if self.loss.server and record["gap"] > MOST_GAP:
+            problem = f"log-probabilities of {self.loss.server} and of the trainer differ by {record['gap']:.2f} nats"
+            fix = "the server has other weights or another model; start it again with the model of model.path"
+            raise UserError("loss.server", f"{problem} in the mean: {fix}")
 
     def on_stop(self, run: Run) -> None:
         """Write the rest of the file, which a full disk may have refused before."""
@@ -108,31 +110,16 @@ class Answers(Callback):
             yield Rollout(of_step, int((of_step["documents"] != PADDING_DOCUMENT).sum()), numbers)
 
     def draw(self, rows: Ids, before: int) -> list[Drawn]:
-        """Return the answers to prompts, group by group; each rank draws some groups."""
-        at, count = place_in_job()
-        model, drawn = whole_model(self.cfg, self.trained, self.step), list[list[Drawn]]()
-        sampling = Sampling(self.loss.answer_tokens, self.loss.temperature)
-        for number in range(at, len(rows), count):
-            prompt = self.rows.prompts[rows[number]]
-            seeded = replace(sampling, seed=seed_of(self.cfg.data.seed, before + number))
-            drawn.append(group(model, prompt.ids, prompt.ends | self.ends, seeded, self.loss.group_size))
-        by_rank = gather(drawn, self.group)
-        return [answer for number in range(len(rows)) for answer in by_rank[number % count][number // count]]
+        """Return the answers to prompts, group by group."""
+        prompts = [self.rows.prompts[row] for row in rows]
+        return self.sampler(self.step, [Prompt(ids, ends | self.ends) for ids, ends in prompts], before)
 
     def score(self, records: list[dict[str, Any]], texts: list[str]) -> dict[str, NDArray[np.float64]]:
         """Return the rewards of answers by each function, [answers]; raise UserError on all ranks if one is none."""
 
-        def compute() -> tuple[dict[str, NDArray[np.float64]], tuple[str, str] | None]:
-            try:
-                scores = {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
-                return scores, None
-            except UserError as error:
-                return {}, (error.place, error.message)
-
-        scores, problem = from_rank_0(compute)
-        if problem:
-            raise UserError(*problem)
-        return scores
+        return try_on_rank_0(
+            lambda: {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
+        )
 
     def numbers(self, answers: Sequence[Drawn], scores: dict[str, NDArray[np.float64]]) -> dict[str, float]:
         """Return metrics of a step's answers.
@@ -159,24 +146,6 @@ def reward_function(name: str) -> Callable[..., Any]:
         return function({"_target_": name}, "rewards")
     except UserError as error:
         raise UserError(f"rewards={name}", error.message) from error
-
-
-def seed_of(seed: int, number: int) -> int:
-    """Return the seed of a group's draw, from `data.seed` and the number of prompts before it; below 2**63."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
-    """Return transformers' model with the weights of a step, on its device; all ranks must call this."""
-    module, names = copy.deepcopy(trained.module), [name for name in step.state if name.startswith(MODEL)]
-    parameters = {f"{MODEL}{name}" for name, _ in module.named_parameters()}
-
-    def values() -> Iterator[tuple[str, Tensor]]:
-        for name in names:  # each is cast at once, so that there is one full tensor of the master weights at a time
-            full = step.whole(name)
-            yield name.removeprefix(MODEL), as_computed(cfg, full) if name in parameters else full
-
-    return plain(in_use(cfg, fill(module, values()), step.device))
 
 
 def advantages(cfg: GrpoConfig, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
