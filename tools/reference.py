@@ -134,6 +134,11 @@ FEATURES = {
             f"model=hf model.path=FOLDER loss=distill loss.teacher=FOLDER {TEXT} data.chat=true",
             "tests/compiler_trainer/models/test_distill.py",
         ),
+        Feature(
+            "on-policy distillation (GKD)",
+            "model=hf model.path=FOLDER loss=gkd loss.teacher=FOLDER data=prompts data.prompts=[a] eval.interval=null",
+            "tests/compiler_trainer/training/test_on_policy.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py", True),
         Feature(

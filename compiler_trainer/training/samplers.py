@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig
+from compiler_trainer.config.schema import Config, FolderConfig, RolloutConfig
 from compiler_trainer.data.chat import Prompt
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.merge import merged, save
 from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, group, in_use
 from compiler_trainer.models.skeleton import fill
-from compiler_trainer.models.subject import Subject
+from compiler_trainer.models.subject import Subject, model_of
 from compiler_trainer.step.ranks import gather, host_group, place_in_job, rank, try_on_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import on_rank_0
@@ -40,7 +40,7 @@ class Sampler(Protocol):
 
 def sampler_of(cfg: Config, trained: Subject) -> Sampler:
     """Return the sampler of a run; raise UserError if `loss.server` does not answer."""
-    assert isinstance(cfg.loss, GrpoConfig)
+    assert isinstance(cfg.loss, RolloutConfig)
     return Served(cfg, trained) if cfg.loss.server else InProcess(cfg, trained)
 
 
@@ -56,7 +56,7 @@ class InProcess:
     """Each rank gathers the whole model, in the dtype of computation, while it draws its share of the groups."""
 
     def __init__(self, cfg: Config, trained: Subject):
-        assert isinstance(cfg.loss, GrpoConfig)
+        assert isinstance(cfg.loss, RolloutConfig)
         self.cfg, self.loss, self.trained = cfg, cfg.loss, trained
         self.group = host_group()
 
@@ -74,7 +74,8 @@ class InProcess:
 
 def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
     """Return transformers' model with the weights of a step, on its device; all ranks must call this."""
-    module, names = copy.deepcopy(trained.module), [name for name in step.state if name.startswith(MODEL)]
+    module = untaught(cfg, trained)
+    names = [name for name in step.state if name.startswith(MODEL) and name not in trained.teacher]
     parameters = {f"{MODEL}{name}" for name, _ in module.named_parameters()}
 
     def values() -> Iterator[tuple[str, Tensor]]:
@@ -85,6 +86,11 @@ def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
     return plain(in_use(cfg, fill(module, values()), step.device))
 
 
+def untaught(cfg: Config, trained: Subject) -> nn.Module:
+    """Return a new module of the model without weights, and without its teacher if it has one."""
+    return model_of(cfg).module if trained.teacher else copy.deepcopy(trained.module)
+
+
 # ---- a server ------------------------------------------------------------------------------------------
 
 
@@ -92,14 +98,14 @@ class Served:
     """Rank 0 writes the weights into a folder, and asks a server to load them and to draw all answers."""
 
     def __init__(self, cfg: Config, trained: Subject):
-        assert isinstance(cfg.loss, GrpoConfig) and cfg.loss.server is not None
+        assert isinstance(cfg.loss, RolloutConfig) and cfg.loss.server is not None
         self.cfg, self.loss, self.trained = cfg, cfg.loss, trained
         address = cfg.loss.server
         self.server = try_on_rank_0(lambda: connect(address))
 
     def __call__(self, step: Step, prompts: Sequence[Prompt], before: int) -> list[Drawn]:
         """Return the answers to prompts; raise UserError on all ranks if the server gives none."""
-        weights = on_rank_0(step, rank())
+        weights = on_rank_0(step, rank(), self.trained.teacher)
 
         def draw() -> list[Drawn]:
             self.update(weights)
@@ -123,7 +129,7 @@ class Served:
 
 def served_model(cfg: Config, trained: Subject, weights: dict[str, Tensor]) -> nn.Module:
     """Return transformers' model with weights, in the dtype of computation, on the CPU; adapters are merged."""
-    module = fill(copy.deepcopy(trained.module), weights.items())
+    module = fill(untaught(cfg, trained), weights.items())
     if isinstance(cfg.model, FolderConfig) and cfg.model.lora:
         is_tied = plain(module).config.tie_word_embeddings
         module = merged(module)

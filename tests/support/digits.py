@@ -92,3 +92,21 @@ def run_on_two_ranks(*args, **options):
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return records(to_config(compose(given)).run.dir)
+
+
+def write_teacher(folder, student):
+    """Write a wider model with the student's tokenizer, whose answers are far from even; return the folder."""
+    config = LlamaConfig.from_pretrained(student, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((student / name).read_bytes())
+    return folder
+
+
+def taught(teacher):
+    """Return the options of a run that learns from a teacher's distributions of its own answers."""
+    return {"recipe": "gkd", "rewards": "[]", "loss.teacher": teacher}

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from answer_server import answering
-from digits import SEVERAL, arguments, config, run, run_on_two_ranks, write_digits
+from digits import SEVERAL, arguments, config, run, run_on_two_ranks, taught, write_digits, write_teacher
 from short_runs import timeless
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,8 +20,6 @@ from compiler_trainer.models.sampling import Sampling, group
 from compiler_trainer.training import rollouts, server, trainer
 from compiler_trainer.training.samplers import InProcess, seed_of, whole_model
 from compiler_trainer.training.server import Server, connect
-
-ENGINES = ("vllm", "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ class OneByOne(InProcess):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_run_with_a_server_equals_one_without(engine, folder, tmp_path, monkeypatch):
     with answering(engine, folder) as stand_in:
         result = run(folder, tmp_path / "served", **SEVERAL, **{"loss.server": f"{stand_in.url}/"})
@@ -57,6 +55,17 @@ def test_a_run_with_a_server_equals_one_without(engine, folder, tmp_path, monkey
     assert timeless(result) == timeless(run(folder, tmp_path / "without", **SEVERAL)) and result[1]["clip_fraction"] > 0
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("served", "without")]
     assert samples[0] == samples[1]
+
+
+@pytest.mark.full
+def test_a_student_of_a_teacher_gets_answers_from_a_server(folder, tmp_path, monkeypatch):
+    (tmp_path / "teacher").mkdir()
+    options = taught(write_teacher(tmp_path / "teacher", folder))
+    with answering("sglang", folder) as stand_in:
+        result = run(folder, tmp_path / "served", **options, **{"loss.server": stand_in.url})
+        assert stand_in.loaded == 4
+    monkeypatch.setattr(rollouts, "sampler_of", OneByOne)
+    assert timeless(result) == timeless(run(folder, tmp_path / "without", **options))
 
 
 @pytest.mark.full

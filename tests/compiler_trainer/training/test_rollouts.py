@@ -193,9 +193,9 @@ def test_a_reward_is_a_number_for_each_answer(rewards, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rewards": "[]"}, r"rewards: \(\) with data=prompts; loss=grpo needs functions of \(records, answers\)"),
-        ({"data": "text", "data.prompts": "[]", "data.files": "[a.jsonl]"}, "loss: grpo and data=prompts go together, and data.name is text"),
-        ({"recipe": "finetune", "data": "prompts", "loss.answer_tokens": None, "rewards": "[]"}, "loss: grpo and data=prompts go together"),
+        ({"rewards": "[]"}, r"rewards: \(\) with loss=grpo; loss=grpo needs functions of \(records, answers\)"),
+        ({"data": "text", "data.prompts": "[]", "data.files": "[a.jsonl]"}, "loss: grpo with data=text; grpo and gkd go with data=prompts"),
+        ({"recipe": "finetune", "data": "prompts", "loss.answer_tokens": None, "rewards": "[]"}, "loss: cross_entropy with data=prompts; grpo and gkd go with data=prompts"),
         ({"data.prompts": "[]"}, r"data.prompts: \(\) with data=prompts; data=prompts needs some"),
         ({"train.global_batch_size": 44}, "train.global_batch_size: 44 answers are not groups of loss.group_size=8; use a multiple"),
         ({"loss.answer_tokens": 8}, "loss.answer_tokens: 8 leaves no room for a prompt in train.seq_len=8"),
@@ -204,7 +204,7 @@ def test_a_reward_is_a_number_for_each_answer(rewards, message):
         ({"loss.steps_per_rollout": 3}, "checkpoint.interval: 2 is not a multiple of loss.steps_per_rollout=3"),
         ({"loss.steps_per_rollout": 3, "checkpoint.interval": 3}, "train.steps: 4 is not a multiple of loss.steps_per_rollout=3"),
         ({"train.steps": "1Mtokens"}, "train.steps: 1Mtokens counts tokens of answers, not drawn yet; give steps or epochs"),
-        ({"data.eval_fraction": 0.1}, r"data.eval_fraction: 0.1 \(or data.validation\) with loss=grpo"),
+        ({"data.eval_fraction": 0.1}, r"data.eval_fraction: 0.1 \(or data.validation\); loss=grpo has no validation loss"),
         ({"eval.interval": 2}, "eval.interval: 2, but data.eval_fraction=0 leaves no validation data"),
         ({"data.bad_records": "skip"}, "data.bad_records: skip with data=prompts"),
         ({"data.pairs": "true", "data.chat": "true"}, "data.pairs: true with loss=grpo"),
