@@ -49,6 +49,11 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
+def short_seed_of(*numbers: int) -> int:
+    """Return a seed below 2**31 from numbers, because some versions of SGLang store seeds in 32 bits."""
+    return seed_of(*numbers) >> 32
+
+
 # ---- transformers' generate ----------------------------------------------------------------------------
 
 
@@ -113,7 +118,7 @@ class Served:
             repeated = [prompt for prompt in prompts for _ in range(size)]
             places = [(before + number, answer) for number in range(len(prompts)) for answer in range(size)]
             plain_sampling = Sampling(self.loss.answer_tokens, self.loss.temperature)
-            samplings = [replace(plain_sampling, seed=seed_of(self.cfg.data.seed, *place)) for place in places]
+            samplings = [replace(plain_sampling, seed=short_seed_of(self.cfg.data.seed, *place)) for place in places]
             return self.server.draw(repeated, samplings)
 
         return try_on_rank_0(draw)

@@ -18,7 +18,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.chat import Prompt
 from compiler_trainer.models.sampling import Sampling, group
 from compiler_trainer.training import rollouts, server, trainer
-from compiler_trainer.training.samplers import InProcess, seed_of, whole_model
+from compiler_trainer.training.samplers import InProcess, short_seed_of, whole_model
 from compiler_trainer.training.server import Server, connect
 
 
@@ -39,7 +39,7 @@ class OneByOne(InProcess):
         model, drawn = whole_model(self.cfg, self.trained, step), []
         for number, (ids, ends) in enumerate(prompts):
             for answer in range(self.loss.group_size):
-                seed = seed_of(self.cfg.data.seed, before + number, answer)
+                seed = short_seed_of(self.cfg.data.seed, before + number, answer)
                 drawn += group(model, ids, ends, Sampling(self.loss.answer_tokens, self.loss.temperature, seed=seed), 1)
         return [answer._replace(entropy=-answer.logs.mean(dtype=float)) for answer in drawn]
 
@@ -49,7 +49,7 @@ class OneByOne(InProcess):
 def test_a_run_with_a_server_equals_one_without(engine, folder, tmp_path, monkeypatch):
     with answering(engine, folder) as stand_in:
         result = run(folder, tmp_path / "served", **SEVERAL, **{"loss.server": f"{stand_in.url}/"})
-    assert stand_in.loaded == 2 and len({*stand_in.seeds}) == len(stand_in.seeds) == 160
+    assert stand_in.loaded == 2 and len({*stand_in.seeds}) == len(stand_in.seeds) == 160 and max(stand_in.seeds) < 2**31
     assert not (tmp_path / "served/rollout_weights").exists() and max(step["gap"] for step in result) < 1e-6
     monkeypatch.setattr(rollouts, "sampler_of", OneByOne)
     assert timeless(result) == timeless(run(folder, tmp_path / "without", **SEVERAL)) and result[1]["clip_fraction"] > 0
