@@ -99,6 +99,12 @@ FEATURES = {
             "tests/compiler_trainer/training/test_rollouts.py",
         ),
         Feature(
+            "answers of GRPO from a server (vLLM's and SGLang's interface, with a stand-in)",
+            "model=hf model.path=FOLDER loss=grpo data=prompts data.prompts=[a] rewards=[a.b] eval.interval=null "
+            "train.global_batch_size=8 loss.server=http://localhost:8000",
+            "tests/compiler_trainer/training/test_rollout_server.py",
+        ),
+        Feature(
             "KTO with single answers",
             f"{TEXT} data.chat=true data.records=answers loss=kto model.attention=documents",
             "tests/compiler_trainer/training/test_preference.py",
@@ -127,6 +133,11 @@ FEATURES = {
             "distillation from a teacher of transformers",
             f"model=hf model.path=FOLDER loss=distill loss.teacher=FOLDER {TEXT} data.chat=true",
             "tests/compiler_trainer/models/test_distill.py",
+        ),
+        Feature(
+            "on-policy distillation (GKD)",
+            "model=hf model.path=FOLDER loss=gkd loss.teacher=FOLDER data=prompts data.prompts=[a] eval.interval=null",
+            "tests/compiler_trainer/training/test_on_policy.py",
         ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature(

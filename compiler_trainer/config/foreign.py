@@ -188,7 +188,9 @@ NAMES = {  # answer -> the names that it answers
     "the number of answers to a prompt is loss.group_size, with loss=grpo": "num_generations",
     "the longest answer is loss.answer_tokens, with loss=grpo": "max_completion_length",
     ROLLOUTS: "steps_per_generation num_iterations",
-    "answers are drawn by transformers' generate in the same process": "use_vllm vllm_mode",
+    "a vLLM or SGLang server that draws answers is loss.server=http://HOST:PORT, with loss=grpo": (
+        "use_vllm vllm_mode vllm_server_host vllm_server_port vllm_server_base_url"
+    ),
     f"{PREFERENCES}; a loss of your own is loss._target_=package.function": "loss_type",
 }
 ANSWERS = {name: answer for answer, names in NAMES.items() for name in names.split()}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
@@ -212,7 +213,7 @@ class DpoConfig(PreferenceConfig):
     """The training loss. By default it is the cross-entropy of the next token.
 
     `loss._target_` names another function of (model, batch). Losses with a `name` compare the answers of `data.pairs`;
-    `loss=grpo` trains on sampled answers to `data.prompts`. `loss=dpo` is direct preference optimization
+    `loss=grpo` and `loss=gkd` train on sampled answers to `data.prompts`. `loss=dpo` is direct preference optimization
     (arXiv:2305.18290); the reference model of `dpo`, `ipo` and `kto` has the weights that training starts from.
     """
 
@@ -286,11 +287,35 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceConfig]] = {
 }
 
 
+def is_server(value: str) -> bool:
+    """Return True for the address of a server: scheme, host and port, without a path."""
+    parts = urlsplit(value)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+
+
+Server = Annotated[str, Must("be the address of a server without a path, as http://localhost:8000", is_server)]
 GroupSize = Annotated[int, Must("be at least 2: an answer is compared with the others of its group", lambda n: n >= 2)]
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
+class RolloutConfig:
+    """A loss of answers to `data.prompts`, which the model or a server draws before a step."""
+
+    name: Literal["grpo", "gkd"]  # the built-in loss
+    group_size: Positive = 1  # answers to each prompt, a divisor of train.global_batch_size
+    answer_tokens: Positive = 128  # most tokens of an answer
+    temperature: PositiveFloat = 1.0  # logits are divided by it, in sampling and in the loss
+    steps_per_rollout: Positive = 1  # answers are drawn for so many steps at once, with the weights before the first
+    server: Server | None = None  # address of a vLLM or SGLang server that draws the answers; null: this process
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The entries of a batch with log-probabilities of tokens, fp32 [B, T]."""
+        return ()
+
+
+@dataclass(frozen=True)
+class GrpoConfig(RolloutConfig):
     """Group relative policy optimization of answers to `data.prompts` by `rewards` (GRPO, arXiv:2402.03300).
 
     Before a step, the model draws `group_size` answers to each of its prompts. The advantage of an answer is its reward
@@ -299,9 +324,6 @@ class GrpoConfig:
 
     name: Literal["grpo"]  # the built-in loss of sampled answers
     group_size: GroupSize = 8  # answers to each prompt, a divisor of train.global_batch_size
-    answer_tokens: Positive = 128  # most tokens of an answer
-    temperature: PositiveFloat = 1.0  # logits are divided by it, in sampling and in the loss
-    steps_per_rollout: Positive = 1  # answers are drawn for so many steps at once, with the weights before the first
     epsilon: PositiveFloat = 0.2  # ratios below 1 - epsilon are clipped
     epsilon_high: PositiveFloat | None = None  # ratios above 1 + epsilon_high are clipped, 0.28 in DAPO; null: epsilon
     importance: Literal["token", "sequence"] = "token"  # ratios of tokens, or of sequences (GSPO, arXiv:2507.18071)
@@ -375,9 +397,25 @@ class DistillConfig:
     ce_weight: OpenFraction = 0.0  # share of the cross-entropy of the labels in the loss
 
 
-LOSSES: dict[str, type[PreferenceConfig | GrpoConfig | DistillConfig | HeadLossConfig]] = {
+@dataclass(frozen=True)
+class GkdConfig(RolloutConfig):
+    """On-policy distillation: the divergence from a teacher on answers that the model draws (GKD, arXiv:2306.13649).
+
+    The loss is temperature^2 * divergence, a mean of the answers' tokens; draws have no gradient (equation 3 with
+    lambda = 1). The teacher is as that of `loss=distill`.
+    """
+
+    name: Literal["gkd"]  # the built-in loss
+    teacher: str = ""  # the teacher's folder, also s3://bucket/folder, or a model of the hub, as model.path
+    divergence: Literal["forward", "reverse"] = "reverse"  # KL(teacher || model), or KL(model || teacher)
+    ce_weight: ClassVar[float] = 0.0
+
+
+DistillationConfig = DistillConfig | GkdConfig  # losses with a teacher
+LOSSES: dict[str, type[PreferenceConfig | RolloutConfig | DistillConfig | HeadLossConfig]] = {
     **PREFERENCE_LOSSES,
     "grpo": GrpoConfig,
+    "gkd": GkdConfig,
     "distill": DistillConfig,
     "reward": RewardConfig,
     "classify": ClassifyConfig,
@@ -394,7 +432,9 @@ def kind_of_loss(value: Any) -> Any:
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
 OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
-Loss = Annotated[PreferenceConfig | GrpoConfig | DistillConfig | HeadLossConfig | Own, Chosen(kind_of_loss)]
+Loss = Annotated[
+    PreferenceConfig | GrpoConfig | GkdConfig | DistillConfig | HeadLossConfig | Own, Chosen(kind_of_loss)
+]
 Called = Annotated[Own, Must("have a _target_, the dotted name of a class or function", is_call)]
 Target = Annotated[str, Must("be the dotted name of a class or function", bool)]
 
@@ -1007,12 +1047,12 @@ class Config:
     @property
     def has_rollouts(self) -> bool:
         """Return True if the loss is of answers that the model draws while it trains."""
-        return isinstance(self.loss, GrpoConfig)
+        return isinstance(self.loss, RolloutConfig)
 
     @property
     def steps_per_rollout(self) -> int:
         """The number of steps that only a run as a whole can take: those that share a rollout, otherwise 1."""
-        return self.loss.steps_per_rollout if isinstance(self.loss, GrpoConfig) else 1
+        return self.loss.steps_per_rollout if isinstance(self.loss, RolloutConfig) else 1
 
     @property
     def reference_entries(self) -> tuple[str, ...]:

@@ -18,10 +18,11 @@ from compiler_trainer.config.schema import (
     STREAM_WINDOW,
     Config,
     DataConfig,
-    DistillConfig,
+    DistillationConfig,
     EmbedConfig,
     ExpertsConfig,
     FolderConfig,
+    GrpoConfig,
     HeadLossConfig,
     MeshConfig,
     ModelConfig,
@@ -145,12 +146,12 @@ ROLLOUT_CHECKS: Checks = (
     (
         "loss",
         lambda c: c.has_rollouts == (c.data.name == "prompts"),
-        "grpo and data=prompts go together, and data.name is {c.data.name}; set both, as recipe=grpo does, or neither",
+        "{c.loss_name} with data={c.data.name}; grpo and gkd go with data=prompts, other losses with other data",
     ),
     (
         "rewards",
-        lambda c: bool(c.rewards) == c.has_rollouts,
-        "{c.rewards} with data={c.data.name}; loss=grpo needs functions of (records, answers), as "
+        lambda c: bool(c.rewards) == isinstance(c.loss, GrpoConfig),
+        "{c.rewards} with loss={c.loss_name}; loss=grpo needs functions of (records, answers), as "
         "rewards=[my.rewards.correct], other losses none",
     ),
     (
@@ -177,7 +178,7 @@ ROLLOUT_CHECKS: Checks = (
     (
         "data.eval_fraction",
         lambda c: not c.has_rollouts or c.data.eval_fraction == 0 and not c.data.validation,
-        "{c.data.eval_fraction} (or data.validation) with loss=grpo, which has no validation loss; set it to 0",
+        "{c.data.eval_fraction} (or data.validation); loss={c.loss_name} has no validation loss: set it to 0",
     ),
     (
         "data.bad_records",
@@ -187,30 +188,30 @@ ROLLOUT_CHECKS: Checks = (
     (
         "data.pairs",
         lambda c: not c.has_rollouts or not c.data.pairs,
-        "true with loss=grpo, which has prompts without answers; set it to false",
+        "true with loss={c.loss_name}, which has prompts without answers; set it to false",
     ),
     (
         "run.elastic",
         lambda c: not c.has_rollouts or not c.run.elastic,
-        "true with loss=grpo, which does not go on without a rank; set it to false",
+        "true with loss={c.loss_name}, which does not go on without a rank; set it to false",
     ),
 )
 
 DISTILL_CHECKS: Checks = (
     (
         "loss.teacher",
-        lambda c: not isinstance(c.loss, DistillConfig) or bool(c.loss.teacher),
+        lambda c: not isinstance(c.loss, DistillationConfig) or bool(c.loss.teacher),
         "names no model; give the folder of a larger model, as loss.teacher=Qwen/Qwen3-8B",
     ),
     (
         "loss.name",
-        lambda c: not isinstance(c.loss, DistillConfig) or isinstance(c.model, FolderConfig),
-        "distill compares a model of transformers with its teacher; set model=hf model.path=FOLDER",
+        lambda c: not isinstance(c.loss, DistillationConfig) or isinstance(c.model, FolderConfig),
+        "{c.loss_name} compares a model of transformers with its teacher; set model=hf model.path=FOLDER",
     ),
     (
         "data.pairs",
-        lambda c: not isinstance(c.loss, DistillConfig) or not c.data.pairs,
-        "true with loss=distill, which learns from texts and conversations; set it to false",
+        lambda c: not isinstance(c.loss, DistillationConfig) or not c.data.pairs,
+        "true with loss={c.loss_name}, which compares no answers; set it to false",
     ),
 )
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, GrpoConfig, SourceConfig
+from compiler_trainer.config.schema import Config, GrpoConfig, RolloutConfig, SourceConfig
 from compiler_trainer.data.chat import ChatTemplate, Prompt, ids_of, to_prompt
 from compiler_trainer.data.corpus import Ids, hash_arrays
 from compiler_trainer.data.formats import field_messages, names_of, with_system
@@ -38,7 +38,7 @@ Entries = dict[str, NDArray[Any]]
 
 def read_prompts(cfg: Config, tokenizer: Tokenizer, cache: Cache) -> PromptRows:
     """Return the prompts of `data.prompts`; raise UserError naming the record that has none, or one too long."""
-    assert isinstance(cfg.loss, GrpoConfig)
+    assert isinstance(cfg.loss, RolloutConfig)
     template = ChatTemplate(tokenizer) if cfg.data.chat else None
     options = ReadOptions(Fields("record"), None, tokenizer, cache)
     source = files_source(SourceConfig("text", files=cfg.data.prompts), cfg.data.seed, cache)
@@ -58,7 +58,7 @@ def read_prompts(cfg: Config, tokenizer: Tokenizer, cache: Cache) -> PromptRows:
         prompts.append(prompt)
     if not records:
         raise UserError("data.prompts", f"{', '.join(cfg.data.prompts)} has no record; give some prompts")
-    return PromptRows(records, prompts, cfg.train.seq_len, cfg.loss.entries)
+    return PromptRows(records, prompts, cfg.train.seq_len, cfg.loss)
 
 
 def prompt_text(row: dict[str, Any], template: ChatTemplate | None) -> str:
@@ -76,14 +76,14 @@ def prompt_text(row: dict[str, Any], template: ChatTemplate | None) -> str:
 class PromptRows(Rows):
     """Rows of one prompt each, with their `records`.
 
-    As a batch, to compile a step for, a row has its prompt as the answer, an advantage of 1 or -1, and
-    log-probabilities of -1 as `entries`.
+    As a batch, to compile a step for, a row has its prompt as the answer, and if the loss needs them, an advantage of 1
+    or -1, and log-probabilities of -1.
     """
 
     def __init__(
-        self, records: Sequence[dict[str, Any]], prompts: Sequence[Prompt], seq_len: int, entries: Sequence[str]
+        self, records: Sequence[dict[str, Any]], prompts: Sequence[Prompt], seq_len: int, loss: RolloutConfig
     ):
-        self.records, self.prompts, self.seq_len, self.entries = records, prompts, seq_len, entries
+        self.records, self.prompts, self.seq_len, self.loss = records, prompts, seq_len, loss
         tokens = sum(len(prompt.ids) for prompt in prompts)
         texts = [json.dumps(record, sort_keys=True, default=repr).encode() for record in records]
         arrays = [np.array(prompt.ids) for prompt in prompts] + [np.frombuffer(text, np.uint8) for text in texts]
@@ -101,9 +101,10 @@ class PromptRows(Rows):
         ids = [self.prompts[row].ids for row in rows]
         texts = [prompt[1:] or prompt for prompt in ids]
         answers = [Drawn(text, np.full(len(text), -1, np.float32), 0.0, True) for text in texts]
-        signs = np.where(np.arange(len(rows)) % 2, -1.0, 1.0)
-        entries = answer_rows([prompt[:1] for prompt in ids], answers, signs, self.seq_len)
-        return {**entries, **dict.fromkeys(self.entries, entries["sampled"])}
+        entries, logs = answer_rows([prompt[:1] for prompt in ids], answers, self.seq_len)
+        if isinstance(self.loss, GrpoConfig):
+            entries["advantages"] = np.where(np.arange(len(rows)) % 2, np.float32(-1), np.float32(1))
+        return {**entries, **dict.fromkeys(self.loss.entries, logs)}
 
 
 # ---- batches of answers --------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Rollouts(Loader):
     draw_answers: Draw | None = None
 
     def __init__(self, cfg: Config, rows: Mixture, cache: Cache):
-        assert isinstance(cfg.loss, GrpoConfig)
+        assert isinstance(cfg.loss, RolloutConfig)
         self.group_size, self.steps = cfg.loss.group_size, cfg.loss.steps_per_rollout
         self.pending: list[Rollout] = []
         super().__init__(rows, cfg.train.global_batch_size // self.group_size, cfg.data.seed, cache)
@@ -160,11 +161,11 @@ class Rollouts(Loader):
 
 
 def answer_rows(
-    prompts: Sequence[list[int]], answers: Sequence[Drawn], advantages: NDArray[np.floating], seq_len: int
-) -> Entries:
-    """Return the entries of a batch, int64 [B, seq_len] each, of answers to prompts; other tokens have no labels.
+    prompts: Sequence[list[int]], answers: Sequence[Drawn], seq_len: int
+) -> tuple[Entries, NDArray[np.float32]]:
+    """Return the entries of a batch of answers to prompts, int64 [B, seq_len] each; other tokens have no labels.
 
-    `sampled`, fp32 [B, seq_len], are log-probabilities of labels, and `advantages` are fp32 [B].
+    Also return the sampler's log-probabilities of labels, fp32 [B, seq_len].
     """
     shape = len(prompts), seq_len
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
@@ -175,5 +176,4 @@ def answer_rows(
         labels[row, first:size], sampled[row, first:size] = answer.ids, answer.logs
         documents[row, :size] = 0
     positions = np.where(documents == 0, np.arange(seq_len), 0)
-    entries = {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents}
-    return entries | {"sampled": sampled, "advantages": advantages.astype(np.float32)}
+    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents}, sampled

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import DistillConfig
+from compiler_trainer.config.schema import DistillationConfig
 from compiler_trainer.models.loss import IGNORED_LABEL, cross_entropy, widened
 from passes.ir.spec import Value
 
@@ -66,7 +66,7 @@ def named(values: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
 
 
 def distillation_loss(
-    student: Logits, teacher: Logits, cfg: DistillConfig, model: nn.Module, batch: Mapping[str, Tensor]
+    student: Logits, teacher: Logits, cfg: DistillationConfig, model: nn.Module, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss in nats, a mean over labelled tokens, and its two terms if cross-entropy is one of them.
 
@@ -84,7 +84,7 @@ def distillation_loss(
     return mixed, {name: term.detach() for name, term in terms.items()}
 
 
-def divergence(cfg: DistillConfig, student: Tensor, teacher: Tensor) -> Tensor:
+def divergence(cfg: DistillationConfig, student: Tensor, teacher: Tensor) -> Tensor:
     """Return the KL divergence of each token in nats, fp32 or fp64 [B, T], from logits [B, T, V].
 
     Forward is KL(teacher || student), reverse KL(student || teacher), of distributions at the temperature.

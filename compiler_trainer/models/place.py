@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, DistillConfig, FolderConfig
+from compiler_trainer.config.schema import Config, DistillationConfig, FolderConfig
 from compiler_trainer.models.weights import INDEX, files_of
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
@@ -28,7 +28,7 @@ def folder_of(cfg: Config) -> FolderConfig:
 
 def teacher_of(cfg: Config) -> FolderConfig:
     """Return the options of a distillation's teacher, with the folder of its files as their path."""
-    assert isinstance(cfg.loss, DistillConfig) and isinstance(cfg.model, FolderConfig)
+    assert isinstance(cfg.loss, DistillationConfig) and isinstance(cfg.model, FolderConfig)
     path = folder_here("loss.teacher", cfg.loss.teacher, BESIDE + WEIGHTS, cache_of(cfg.data), has_weights)
     return FolderConfig(path=str(path), attention=cfg.model.attention)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     Config,
-    DistillConfig,
+    DistillationConfig,
     FolderConfig,
     GrpoConfig,
     HeadLossConfig,
@@ -23,6 +23,7 @@ from compiler_trainer.config.schema import (
     ModelConfig,
     Own,
     PreferenceConfig,
+    RolloutConfig,
 )
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import distill, flops, folder, llama, user, vision
@@ -85,7 +86,7 @@ def model_of(cfg: Config) -> Subject:
 def subject(cfg: Config) -> Subject:
     """Return the model that `cfg` trains, with parameters of `train.dtype`; raise UserError if it cannot be built."""
     base = model_of(cfg)
-    if isinstance(cfg.loss, PreferenceConfig | GrpoConfig | DistillConfig | HeadLossConfig):
+    if isinstance(cfg.loss, PreferenceConfig | RolloutConfig | DistillationConfig | HeadLossConfig):
         check_no_balance(base.module, cfg.loss.name)
     if isinstance(cfg.loss, KtoConfig) and cfg.data.records == "answers":
         return replace(base, loss=partial(judged_loss, base.logits, cfg.loss))
@@ -95,14 +96,14 @@ def subject(cfg: Config) -> Subject:
         return replace(base, loss=partial(grpo_loss, base.logits, cfg.loss))
     if isinstance(cfg.loss, HeadLossConfig):
         return replace(base, loss=partial(LOSSES[cfg.loss.name], base.logits, cfg.loss))
-    if isinstance(cfg.loss, DistillConfig):
+    if isinstance(cfg.loss, DistillationConfig):
         return with_teacher(base, cfg)
     return replace(base, loss=user.loss_of(cfg.loss)) if cfg.loss else base
 
 
 def with_teacher(base: Subject, cfg: Config) -> Subject:
     """Return the model with the teacher of `loss.teacher` inside; raise UserError if their vocabularies differ."""
-    assert isinstance(cfg.loss, DistillConfig)
+    assert isinstance(cfg.loss, DistillationConfig)
     options, name = teacher_of(cfg), cfg.loss.teacher
     try:
         as_model = replace(cfg, model=replace(options, path=name))

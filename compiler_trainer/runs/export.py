@@ -23,8 +23,8 @@ from compiler_trainer.models.float8 import FLOAT8, to_float8
 from compiler_trainer.models.folder import CLASSES, SEEING, library, plain
 from compiler_trainer.models.gguf.architectures import architecture_of, is_read
 from compiler_trainer.models.gguf.file import TYPES, is_gguf, write_gguf
+from compiler_trainer.models.merge import merged, save
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.quantized import dequantize_weights
 from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.weights import INDEX, ONE_FILE
 from compiler_trainer.runs.check_export import check_export_alone, config_of_run
@@ -151,12 +151,6 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
     return f"load it with model.load_state_dict(safetensors.torch.load_file({str(out / ONE_FILE)!r}))"
 
 
-def save(model: Any, out: Path) -> None:
-    """Save a model as transformers or peft do, without progress bars."""
-    library("transformers.utils.logging").disable_progress_bar()
-    model.save_pretrained(out)
-
-
 def add_tensors(out: Path, tensors: dict[str, Tensor]) -> None:
     """Write further tensors into a folder that transformers wrote; in a folder with an index, as one more file."""
     index = out / INDEX
@@ -184,9 +178,7 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         base = str(Path(configured_path).resolve()) if local_path == configured_path else configured_path
         module.peft_config["default"].base_model_name_or_path = base
     if merge:
-        dequantize_weights(module)
-        untie_adapted(module)
-        module = module.merge_and_unload()
+        module = merged(module)
     if cfg.model.head == "score":
         set_padding(cfg, plain(module).config)
     if isinstance(cfg.loss, EmbedConfig) and (merge or not cfg.model.lora):
@@ -250,23 +242,6 @@ def is_models_tokenizer(cfg: Config) -> bool:
 def is_of_tokenizer(name: Path) -> bool:
     """Return True for a tokenizer's files: vocabulary, configuration, chat templates."""
     return name.parts[0] == TEMPLATES or name.suffix in (".model", ".tiktoken") or name.name.startswith(TOKENIZER)
-
-
-def untie_adapted(adapted: Any) -> None:
-    """Give tied layers separate weights if LoRA adapts one of them.
-
-    Merged into the one tensor, the head's adapter would change the embedding too, or the other way round.
-    """
-    model, owners = plain(adapted), dict[nn.Parameter, list[tuple[nn.Module, str]]]()
-    with_terms = [module.base_layer for module in model.modules() if hasattr(module, "lora_A")]
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, []).append((module, name))
-    for parameter, (_, *others) in owners.items():
-        if others and any(module in with_terms for module, _ in owners[parameter]):
-            for module, name in others:
-                setattr(module, name, nn.Parameter(parameter.detach().clone()))
-            model.config.tie_word_embeddings = False
 
 
 def stop_at_turns(out: Path) -> str:

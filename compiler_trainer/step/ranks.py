@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -176,6 +176,21 @@ def from_rank_0(value: Callable[[], T]) -> T:
     parcel: list[Any] = [value() if rank() == 0 else None]
     dist.broadcast_object_list(parcel, src=0)
     return parcel[0]
+
+
+def try_on_rank_0(action: Callable[[], T]) -> T:
+    """Call `action` on rank 0 only, and return its result, or raise its UserError, on all ranks."""
+
+    def attempt() -> tuple[T | None, tuple[str, str] | None]:
+        try:
+            return action(), None
+        except UserError as error:
+            return None, (error.place, error.message)
+
+    result, problem = from_rank_0(attempt)
+    if problem is not None:
+        raise UserError(*problem)
+    return cast(T, result)
 
 
 def first_of_each_machine_first(make: Callable[[], T]) -> T:

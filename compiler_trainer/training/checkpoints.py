@@ -29,7 +29,7 @@ from compiler_trainer.models.subject import Subject
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import copy_files
 from compiler_trainer.places.store import Place
-from compiler_trainer.step.ranks import from_rank_0, gather, is_first_of_machine, rank
+from compiler_trainer.step.ranks import from_rank_0, gather, is_first_of_machine, rank, try_on_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
@@ -113,7 +113,7 @@ def pass_over(cfg: Config, path: Path, damage: Damaged, damaged: tuple[Path, ...
 
 # ---- options of a resumed run --------------------------------------------------------------------------
 
-FREE = ("model.name", "optim.lr")
+FREE = ("model.name", "optim.lr", "loss.server")
 SHOWN = 3
 
 
@@ -179,7 +179,7 @@ def bring(cfg: Config) -> None:
     """
     store, folder = cfg.checkpoint.store, checkpoints_of(cfg)
     if store is not None and cfg.checkpoint.resume in BY_NAME:
-        on_rank_0(lambda: bring_here(store, folder))
+        try_on_rank_0(lambda: bring_here(store, folder))
 
 
 def check_store(cfg: Config, done: int) -> None:
@@ -187,8 +187,8 @@ def check_store(cfg: Config, done: int) -> None:
     store, resume = cfg.checkpoint.store, cfg.checkpoint.resume
     if store is not None and cfg.checkpoint.saves and resume not in BY_NAME:
         if resume is not None and Path(resume).resolve().parent != checkpoints_of(cfg).resolve():
-            on_rank_0(lambda: check_empty(store))
-        on_rank_0(lambda: check_ahead(store, done))
+            try_on_rank_0(lambda: check_empty(store))
+        try_on_rank_0(lambda: check_ahead(store, done))
 
 
 def send_rest(cfg: Config) -> None:
@@ -227,20 +227,6 @@ def check_ahead(store: str, done: int) -> None:
     if later := [step for step in RemoteCheckpoints(store).steps() if step > done]:
         fix = "resume from it with checkpoint.resume=auto, or choose another store"
         raise UserError("checkpoint.store", f"{store} has checkpoints up to step {later[-1]:,}; {fix}")
-
-
-def on_rank_0(action: Callable[[], object]) -> None:
-    """Call `action` on rank 0; raise its UserError on all ranks."""
-
-    def refusal() -> tuple[str, str] | None:
-        try:
-            action()
-        except UserError as error:
-            return error.place, error.message
-        return None
-
-    if (error_args := from_rank_0(refusal)) is not None:
-        raise UserError(*error_args)
 
 
 # ---- saving --------------------------------------------------------------------------------------------

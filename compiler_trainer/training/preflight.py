@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.device import CPU, device_name
-from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, GrpoConfig, OptimConfig
+from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, GrpoConfig, OptimConfig, RolloutConfig
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data.datasets import name_of
 from compiler_trainer.models import IGNORED_LABEL
@@ -43,7 +43,7 @@ def describe(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iter
 
 def contents(cfg: Config, batch: Mapping[str, Tensor]) -> str:
     """Return the share of tokens with labels, or the prompts; empty for a batch without tokens or labels."""
-    if isinstance(cfg.loss, GrpoConfig):
+    if isinstance(cfg.loss, RolloutConfig):
         return f"{cfg.loss.group_size} answers to each of {len(batch['tokens']) // cfg.loss.group_size:,} prompts; "
     if not {"tokens", "labels"} <= batch.keys():
         return ""
@@ -161,7 +161,7 @@ def high_rate(cfg: Config) -> str:
         return ""
     fix = "set optim.lr=1e-5, as recipe=finetune has"
     fix = "set optim.lr=5e-7, as recipe=dpo has" if cfg.has_preference_loss else fix
-    fix = "set optim.lr=1e-6, as recipe=grpo has" if cfg.has_rollouts else fix
+    fix = "set optim.lr=1e-6, as recipe=grpo has" if isinstance(cfg.loss, GrpoConfig) else fix
     return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {fix}"
 
 

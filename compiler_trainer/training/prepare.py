@@ -26,7 +26,14 @@ from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import steps_of
-from compiler_trainer.config.schema import Config, DistillConfig, FolderConfig, ModelConfig, TrainConfig, with_steps
+from compiler_trainer.config.schema import (
+    Config,
+    DistillationConfig,
+    FolderConfig,
+    ModelConfig,
+    TrainConfig,
+    with_steps,
+)
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, datasets_of
 from compiler_trainer.data.stream import StreamLoader
@@ -166,7 +173,7 @@ def is_tested(cfg: Config) -> bool:
     if cfg.has_own_loss:
         return False
     if isinstance(cfg.model, FolderConfig):
-        folders = [folder_of(cfg), *([teacher_of(cfg)] if isinstance(cfg.loss, DistillConfig) else [])]
+        folders = [folder_of(cfg), *([teacher_of(cfg)] if isinstance(cfg.loss, DistillationConfig) else [])]
         return {config_of(folder).model_type for folder in folders} <= TESTED
     return isinstance(cfg.model, ModelConfig)
 

@@ -1,13 +1,11 @@
-"""Answers to prompts, drawn with the current weights, scored by reward functions and compared within their groups.
+"""Answers to prompts, drawn with the current weights, and for GRPO scored by reward functions and compared in groups.
 
-Each rank gathers the whole model, in the dtype of computation, for as long as it draws its share of the groups by
-transformers' `generate`, and ranks exchange the answers. Rank 0 computes the rewards. Log-probabilities of the
-reference, and of the weights before the first of several steps, are those of an evaluation program over the mesh.
+A sampler draws the answers (`samplers`), and rank 0 computes the rewards. Log-probabilities of the reference, and of
+the weights before the first of several steps, are those of an evaluation program over the mesh.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,33 +15,33 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig
+from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig, RolloutConfig
 from compiler_trainer.config.targets import function
+from compiler_trainer.data.chat import Prompt
 from compiler_trainer.data.corpus import Ids
 from compiler_trainer.data.loader import Batch
 from compiler_trainer.data.prompts import PromptRows, Rollout, Rollouts, answer_rows
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import INPUTS
-from compiler_trainer.models.folder import plain
 from compiler_trainer.models.grpo import answer_logs
 from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, ends_answers, group, in_use, why_uncached
-from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.sampling import Drawn, ends_answers, why_uncached
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
-from compiler_trainer.step.ranks import from_rank_0, gather, host_group, local_device, place_in_job
+from compiler_trainer.step.ranks import local_device, try_on_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.evaluate import SampleLines
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.samplers import sampler_of
 
+MOST_GAP = 1.0  # nats between a server and the trainer, whose rounding differs by a few hundredths in bfloat16
+Scores = dict[str, NDArray[np.float64]]  # rewards by each function, [answers]
 EPSILON = 1e-4  # added to standard deviations of rewards, as in TRL
 
 
@@ -54,10 +52,12 @@ class Answers(Callback):
     """
 
     def __init__(self, cfg: Config, trained: Subject, loader: Rollouts):
-        assert isinstance(cfg.loss, GrpoConfig)
+        assert isinstance(cfg.loss, RolloutConfig)
         if why := why_uncached(cfg):
-            raise UserError("loss.name", f"grpo draws answers by transformers' generate, but {why}; use model=hf")
+            problem = f"{cfg.loss.name} draws answers with transformers' model, but {why}"
+            raise UserError("loss.name", f"{problem}; use model=hf")
         self.cfg, self.loss, self.trained, self.loader = cfg, cfg.loss, trained, loader
+        self.sampler = sampler_of(cfg, trained)
         self.rewards = {name: reward_function(name) for name in cfg.rewards}
         self.tokenizer, self.lines = tokenizer_of(cfg.data), SampleLines()
         (rows,) = loader.rows.parts
@@ -68,17 +68,21 @@ class Answers(Callback):
 
     def on_start(self, run: Run) -> None:
         """Compile the log-probabilities if they are needed, and draw the batches from now on."""
-        self.step, self.group = run.step, host_group()
-        self.evaluator = None if self.loss.entries == ("sampled",) else Evaluator(self.cfg, self.trained, run.step)
+        self.step = run.step
+        self.evaluator = Evaluator(self.cfg, self.trained, run.step) if self.loss.entries[1:] else None
         self.loader.draw_answers = self.rollout
         if run.rank == 0:
             self.lines.start(run.cfg, run.done)
 
     def on_step(self, run: Run, record: Record) -> None:
-        """Write the answers to the first prompt of the rollout."""
+        """Write the answers to the first prompt of the rollout; raise UserError if a server has other weights."""
         if run.rank == 0:
             line: dict[str, Any] = {"step": int(record["step"]), "samples": self.shown}
             self.lines.log(line)
+        if self.loss.server and isinstance(self.loss, GrpoConfig) and record["gap"] > MOST_GAP:
+            problem = f"log-probabilities of {self.loss.server} and of the trainer differ by {record['gap']:.2f} nats"
+            fix = "the server has other weights or another model; start it again with the model of model.path"
+            raise UserError("loss.server", f"{problem} in the mean: {fix}")
 
     def on_stop(self, run: Run) -> None:
         """Write the rest of the file, which a full disk may have refused before."""
@@ -92,65 +96,73 @@ class Answers(Callback):
         repeated = np.repeat(rows, self.loss.group_size).tolist()
         scores = self.score([self.rows.records[row] for row in repeated], texts)
         prompts = [self.rows.prompts[row].ids for row in repeated]
-        total = np.sum([*scores.values()], axis=0)
-        batch = answer_rows(prompts, answers, advantages(self.loss, total), self.rows.seq_len)
+        self.shown = samples(self.tokenizer.decode(prompts[0]), texts[: self.loss.group_size], scores)
+        batch, logs = answer_rows(prompts, answers, self.rows.seq_len)
+        if isinstance(self.loss, GrpoConfig):
+            batch |= {"sampled": logs, "advantages": advantages(self.loss, total(scores)).astype(np.float32)}
         values = {name: torch.from_numpy(value) for name, value in batch.items()}
-        self.shown = [
-            {"prompt": self.tokenizer.decode(prompts[0]), "text": text, "reward": float(reward)}
-            for text, reward in zip(texts[: self.loss.group_size], total)
-        ]
         size = len(answers) // steps
         parts = [slice(first, first + size) for first in range(0, len(answers), size)]
         batches = [{name: value[part] for name, value in values.items()} for part in parts]
         batches = self.evaluator(batches) if self.evaluator else batches
         for part, of_step in zip(parts, batches, strict=True):
-            numbers = self.numbers(answers[part], {name: rewards[part] for name, rewards in scores.items()})
+            numbers = {
+                **of_rewards({name: rewards[part] for name, rewards in scores.items()}, self.loss.group_size),
+                **of_answers(answers[part]),
+            }
             yield Rollout(of_step, int((of_step["documents"] != PADDING_DOCUMENT).sum()), numbers)
 
     def draw(self, rows: Ids, before: int) -> list[Drawn]:
-        """Return the answers to prompts, group by group; each rank draws some groups."""
-        at, count = place_in_job()
-        model, drawn = whole_model(self.cfg, self.trained, self.step), list[list[Drawn]]()
-        sampling = Sampling(self.loss.answer_tokens, self.loss.temperature)
-        for number in range(at, len(rows), count):
-            prompt = self.rows.prompts[rows[number]]
-            seeded = replace(sampling, seed=seed_of(self.cfg.data.seed, before + number))
-            drawn.append(group(model, prompt.ids, prompt.ends | self.ends, seeded, self.loss.group_size))
-        by_rank = gather(drawn, self.group)
-        return [answer for number in range(len(rows)) for answer in by_rank[number % count][number // count]]
+        """Return the answers to prompts, group by group."""
+        prompts = [self.rows.prompts[row] for row in rows]
+        return self.sampler(self.step, [Prompt(ids, ends | self.ends) for ids, ends in prompts], before)
 
-    def score(self, records: list[dict[str, Any]], texts: list[str]) -> dict[str, NDArray[np.float64]]:
-        """Return the rewards of answers by each function, [answers]; raise UserError on all ranks if one is none."""
+    def score(self, records: list[dict[str, Any]], texts: list[str]) -> Scores:
+        """Return the rewards of answers by each function; raise UserError on all ranks if one is none."""
+        return try_on_rank_0(
+            lambda: {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
+        )
 
-        def compute() -> tuple[dict[str, NDArray[np.float64]], tuple[str, str] | None]:
-            try:
-                scores = {name: checked(name, reward(records, texts), texts) for name, reward in self.rewards.items()}
-                return scores, None
-            except UserError as error:
-                return {}, (error.place, error.message)
 
-        scores, problem = from_rank_0(compute)
-        if problem:
-            raise UserError(*problem)
-        return scores
+def samples(prompt: str, texts: Sequence[str], scores: Scores) -> list[dict[str, Any]]:
+    """Return the answers to the first prompt as a line of samples.jsonl has them."""
+    shown: list[dict[str, Any]] = [{"prompt": prompt, "text": text} for text in texts]
+    return [{**sample, "reward": float(reward)} for sample, reward in zip(shown, total(scores))] if scores else shown
 
-    def numbers(self, answers: Sequence[Drawn], scores: dict[str, NDArray[np.float64]]) -> dict[str, float]:
-        """Return metrics of a step's answers.
 
-        `reward` is the mean, `reward_std` the mean standard deviation of groups, `answer_tokens` the mean length, `cut`
-        the share of answers without an end, and `entropy` the mean over tokens of the sampler's, in nats. With several
-        functions, `reward/NAME` is the mean of one.
-        """
-        total, sizes = np.sum([*scores.values()], axis=0), [len(answer.ids) for answer in answers]
-        several = {f"reward/{name}": float(values.mean()) for name, values in scores.items()} if len(scores) > 1 else {}
-        return {
-            "reward": float(total.mean()),
-            "reward_std": float(total.reshape(-1, self.loss.group_size).std(1, ddof=1).mean()),
-            "answer_tokens": float(np.mean(sizes)),
-            "cut": float(np.mean([not answer.ended for answer in answers])),
-            "entropy": float(np.average([answer.entropy for answer in answers], weights=sizes)),
-            **several,
-        }
+def of_answers(answers: Sequence[Drawn]) -> dict[str, float]:
+    """Return metrics of a step's answers.
+
+    `answer_tokens` is the mean length, `cut` the share of answers without an end, and `entropy` the mean over tokens of
+    the sampler's, in nats.
+    """
+    sizes = [len(answer.ids) for answer in answers]
+    return {
+        "answer_tokens": float(np.mean(sizes)),
+        "cut": float(np.mean([not answer.ended for answer in answers])),
+        "entropy": float(np.average([answer.entropy for answer in answers], weights=sizes)),
+    }
+
+
+# ---- rewards -------------------------------------------------------------------------------------------
+
+
+def total(scores: Scores) -> NDArray[np.float64]:
+    """Return the sum of the rewards by all functions, [answers]."""
+    return np.sum([*scores.values()], axis=0)
+
+
+def of_rewards(scores: Scores, group_size: int) -> dict[str, float]:
+    """Return metrics of a step's rewards; none without reward functions.
+
+    `reward` is the mean, and `reward_std` the mean standard deviation of groups. With several functions, `reward/NAME`
+    is the mean of one.
+    """
+    if not scores:
+        return {}
+    several = {f"reward/{name}": float(values.mean()) for name, values in scores.items()} if len(scores) > 1 else {}
+    groups = total(scores).reshape(-1, group_size)
+    return {"reward": float(groups.mean()), "reward_std": float(groups.std(1, ddof=1).mean()), **several}
 
 
 def reward_function(name: str) -> Callable[..., Any]:
@@ -159,24 +171,6 @@ def reward_function(name: str) -> Callable[..., Any]:
         return function({"_target_": name}, "rewards")
     except UserError as error:
         raise UserError(f"rewards={name}", error.message) from error
-
-
-def seed_of(seed: int, number: int) -> int:
-    """Return the seed of a group's draw, from `data.seed` and the number of prompts before it; below 2**63."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
-    """Return transformers' model with the weights of a step, on its device; all ranks must call this."""
-    module, names = copy.deepcopy(trained.module), [name for name in step.state if name.startswith(MODEL)]
-    parameters = {f"{MODEL}{name}" for name, _ in module.named_parameters()}
-
-    def values() -> Iterator[tuple[str, Tensor]]:
-        for name in names:  # each is cast at once, so that there is one full tensor of the master weights at a time
-            full = step.whole(name)
-            yield name.removeprefix(MODEL), as_computed(cfg, full) if name in parameters else full
-
-    return plain(in_use(cfg, fill(module, values()), step.device))
 
 
 def advantages(cfg: GrpoConfig, rewards: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -205,7 +205,7 @@ def tiny(cfg: Config, folder: Path) -> Config:
     return replace(
         cfg,
         model=small,
-        loss=cfg.loss if is_evaluated else replace(cfg.loss, group_size=2, answer_tokens=8),
+        loss=cfg.loss if is_evaluated else replace(cfg.loss, group_size=2, answer_tokens=8, server=None),  # no server is there
         data=corpus,
         train=replace(cfg.train, steps=4, seq_len=seq_len, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
         lr_schedule=cfg.lr_schedule if cfg.lr_schedule._target_ else LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),

@@ -16,8 +16,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, spelled
 from compiler_trainer.config.schema import (
     Config,
-    DistillConfig,
+    DistillationConfig,
     FolderConfig,
+    GrpoConfig,
     HeadLossConfig,
     ModelConfig,
     PreferenceConfig,
@@ -31,7 +32,8 @@ EXAMPLES = {  # data for a model's folder, by their kind
     "classes": ("data=text", "data.files=[reviews.jsonl]", "data.labels=[negative,positive]"),
     "passages": ("data=text", "data.files=[queries.jsonl]"),
     "answers": ("data=text", "data.files=[answers.jsonl]"),
-    "taught": ("data=text", "data.files=[chats.jsonl]", "data.chat=true", "loss.teacher=Qwen/Qwen3-8B"),
+    "distill": ("data=text", "data.files=[chats.jsonl]", "data.chat=true", "loss.teacher=Qwen/Qwen3-8B"),
+    "gkd": ("data.prompts=[prompts.jsonl]", "loss.teacher=Qwen/Qwen3-8B"),
 }
 TEXT = ("data=text", "data.files=[books]", "data.tokenizer=FOLDER/tokenizer.json")
 MODEL = "model: llama3_8b  # or one of: "  # of a recipe for any model
@@ -87,7 +89,7 @@ def placeholders(recipe: str) -> tuple[str, ...]:
             raise
     cfg = to_config(compose([f"recipe={recipe}", PATH]))
     kind = "prompts" if cfg.has_rollouts else "pairs" if cfg.data.pairs else cfg.data.records
-    return PATH, *EXAMPLES["taught" if isinstance(cfg.loss, DistillConfig) else kind]
+    return PATH, *EXAMPLES[cfg.loss.name if isinstance(cfg.loss, DistillationConfig) else kind]
 
 
 def names(cfg: Config) -> Iterator[str]:
@@ -100,8 +102,8 @@ def names(cfg: Config) -> Iterator[str]:
     if not isinstance(cfg.model, FolderConfig) or cfg.data.chat:
         yield "data.chat" if cfg.data.chat else "data.tokenizer"
     yield from ("data.labels" for _ in range(bool(cfg.data.labels)))
-    yield from ("rewards" for _ in range(cfg.has_rollouts))
-    if isinstance(cfg.loss, PreferenceConfig | DistillConfig | HeadLossConfig):
+    yield from ("rewards" for _ in range(isinstance(cfg.loss, GrpoConfig)))
+    if isinstance(cfg.loss, PreferenceConfig | DistillationConfig | HeadLossConfig):
         yield from (f"loss.{name}" for name in comments(type(cfg.loss)) if name != "name")
     yield from USUAL
 

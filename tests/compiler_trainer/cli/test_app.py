@@ -100,6 +100,7 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "classify": (*OF_FOLDER, *PAIRS[:3], "model.head=score", "data.records=classes", "data.labels=[a,b]"),
         "embed": (*OF_FOLDER, *PAIRS[:3], "model.head=none", "data.records=passages"),
         "distill": (*OF_FOLDER, *PAIRS[:4], "loss.teacher=other"),
+        "gkd": (*OF_FOLDER, "data=prompts", "data.prompts=[a.jsonl]", "loss.teacher=other", *ROLLOUTS[4:]),
         "custom": f"{group}._target_=my.Own",
     }
     further = needed.get(choice, ())

@@ -24,10 +24,9 @@ from compiler_trainer import checkpoint
 from compiler_trainer.cli.table import VERBS
 from compiler_trainer.config import schema
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.models import sampling
+from compiler_trainer.models import merge, sampling
 from compiler_trainer.models.sampling import Sampling, chances, ends_answers
 from compiler_trainer.models.subject import subject
-from compiler_trainer.runs import export as export_module
 from compiler_trainer.runs.saved import trained_model
 from compiler_trainer.training import loggers
 
@@ -411,7 +410,7 @@ def test_lora_on_one_of_two_tied_layers_is_merged_into_it_alone(layer, run, trai
 
 @pytest.mark.full
 def test_an_export_that_computes_something_else_is_not_written(run, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_module, "untie_adapted", lambda module: None)
+    monkeypatch.setattr(merge, "untie_adapted", lambda module: None)
     path, out = trained("lora on lm_head"), tmp_path / "merged"
     assert call("export", path, out, "--merge") == 1 and not out.exists()
     assert call("export", path, out, "--merge", "--no-check") == 0 and out.exists()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from byte_tokenizer import write_tokenizer
 from commands import call
+from digits import SEVERAL, arguments, config, correct, run, run_on_two_ranks, write_digits
 from short_runs import metrics as records
 from short_runs import timeless
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import compiler_trainer as ct
 from compiler_trainer.config.compose import compose, to_config
@@ -29,77 +25,13 @@ from compiler_trainer.data.tokenizers import build_tokenizer
 from compiler_trainer.models.sampling import Sampling, group
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.training import trainer
-from compiler_trainer.training.rollouts import advantages, checked, seed_of
-
-SUPPORT = Path(__file__).parents[2] / "support"
-DIGITS = "0123456789"
-
-
-def correct(records, answers):
-    """Return the share of four places that have the digit asked for."""
-    return [answer.count(record["digit"]) / 4 for record, answer in zip(records, answers, strict=True)]
-
-
-def short(records, answers):
-    return [float(len(answer) < 4) for answer in answers]
-
-
-def none_at_all(records, answers):
-    return []
+from compiler_trainer.training.rollouts import advantages, checked
+from compiler_trainer.training.samplers import seed_of
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Write a tiny model with random weights, whose tokens are digits, and a prompt for each digit."""
-    folder = tmp_path_factory.mktemp("digits")
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(("<end>", ":", *DIGITS))}, []))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    config = LlamaConfig(vocab_size=12, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=0, **sizes)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    lines = [json.dumps({"prompt": f"{digit}:", "digit": digit}) + "\n" for digit in DIGITS]
-    (folder / "prompts.jsonl").write_text("".join(lines))
-    return folder
-
-
-def arguments(folder, run, steps=4, **options):
-    """Return the options of a run on the digits, as a command line has them."""
-    defaults = {
-        "recipe": "grpo",
-        "model.path": folder,
-        "data.prompts": f"[{folder}/prompts.jsonl]",
-        "rewards": f"[{__name__}.correct]",
-        "data.chat": "false",
-        "loss.answer_tokens": 4,
-        "train.seq_len": 8,
-        "train.global_batch_size": 40,
-        "train.microbatches": 1,
-        "train.steps": steps,
-        "optim.lr": 1e-2,
-        "lower.backend": "eager",
-        "checkpoint.interval": 2,
-        "run.dump_graphs": "false",
-        "run.dir": run,
-    }
-    return [f"{name}={value}" for name, value in (defaults | options).items()]
-
-
-def config(*args, **options):
-    return to_config(compose(arguments(*args, **options)))
-
-
-def run(*args, **options):
-    """Train in this process; return the records of its steps."""
-    cfg = config(*args, **options)
-    trainer.train(cfg)
-    return records(cfg.run.dir)
-
-
-SEVERAL = {"loss.steps_per_rollout": 2, "loss.beta": 0.1, "optim.lr": 3e-2}
+    return write_digits(tmp_path_factory.mktemp("digits"))
 
 
 @pytest.mark.full
@@ -146,11 +78,7 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(folder, tmp_path):
 def test_two_ranks_equal_one(axis, folder, tmp_path):
     options = SEVERAL | {"train.microbatches": 2}
     expected = run(folder, tmp_path / "one", **options)
-    command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", "2", *arguments(folder, tmp_path / "two", **options, **{f"mesh.{axis}": 2})]
-    path = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), *sys.path])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = records(tmp_path / "two")
+    result = run_on_two_ranks(folder, tmp_path / "two", **options, **{f"mesh.{axis}": 2})
     assert len(result) == len(expected) == 4
     for step, of_one in zip(result, expected, strict=True):
         names = ("reward", "reward_std", "answer_tokens", "cut", "entropy", "loss", "grad_norm", "clip_fraction", "kl")
@@ -160,8 +88,8 @@ def test_two_ranks_equal_one(axis, folder, tmp_path):
 
 @pytest.mark.full
 def test_several_rewards_are_added_and_shown(folder, tmp_path):
-    step, _ = run(folder, tmp_path / "run", "1epochs", rewards=f"[{__name__}.correct,{__name__}.short]")  # of 5 prompts each
-    parts = [step[f"reward/{__name__}.{name}"] for name in ("correct", "short")]
+    step, _ = run(folder, tmp_path / "run", "1epochs", rewards="[digits.correct,digits.short]")  # of 5 prompts each
+    parts = [step[f"reward/digits.{name}"] for name in ("correct", "short")]
     assert step["reward"] == pytest.approx(sum(parts)) and parts[1] == pytest.approx(1 - step["cut"])
 
 
@@ -241,8 +169,8 @@ def test_prompts_are_rendered_by_the_template_and_records_keep_their_fields(tmp_
     ],
 )
 def test_bad_rewards_end_the_run_in_a_line(name, message, folder, tmp_path):
-    with pytest.raises(UserError, match=f"^rewards={__name__}.{name}: {message}") as caught:
-        run(folder, tmp_path / "run", 1, rewards=f"[{__name__}.{name}]")
+    with pytest.raises(UserError, match=f"^rewards=digits.{name}: {message}") as caught:
+        run(folder, tmp_path / "run", 1, rewards=f"[digits.{name}]")
     assert "\n" not in str(caught.value)
 
 
@@ -265,9 +193,9 @@ def test_a_reward_is_a_number_for_each_answer(rewards, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rewards": "[]"}, r"rewards: \(\) with data=prompts; loss=grpo needs functions of \(records, answers\)"),
-        ({"data": "text", "data.prompts": "[]", "data.files": "[a.jsonl]"}, "loss: grpo and data=prompts go together, and data.name is text"),
-        ({"recipe": "finetune", "data": "prompts", "loss.answer_tokens": None, "rewards": "[]"}, "loss: grpo and data=prompts go together"),
+        ({"rewards": "[]"}, r"rewards: \(\) with loss=grpo; loss=grpo needs functions of \(records, answers\)"),
+        ({"data": "text", "data.prompts": "[]", "data.files": "[a.jsonl]"}, "loss: grpo with data=text; grpo and gkd go with data=prompts"),
+        ({"recipe": "finetune", "data": "prompts", "loss.answer_tokens": None, "rewards": "[]"}, "loss: cross_entropy with data=prompts; grpo and gkd go with data=prompts"),
         ({"data.prompts": "[]"}, r"data.prompts: \(\) with data=prompts; data=prompts needs some"),
         ({"train.global_batch_size": 44}, "train.global_batch_size: 44 answers are not groups of loss.group_size=8; use a multiple"),
         ({"loss.answer_tokens": 8}, "loss.answer_tokens: 8 leaves no room for a prompt in train.seq_len=8"),
@@ -276,7 +204,7 @@ def test_a_reward_is_a_number_for_each_answer(rewards, message):
         ({"loss.steps_per_rollout": 3}, "checkpoint.interval: 2 is not a multiple of loss.steps_per_rollout=3"),
         ({"loss.steps_per_rollout": 3, "checkpoint.interval": 3}, "train.steps: 4 is not a multiple of loss.steps_per_rollout=3"),
         ({"train.steps": "1Mtokens"}, "train.steps: 1Mtokens counts tokens of answers, not drawn yet; give steps or epochs"),
-        ({"data.eval_fraction": 0.1}, r"data.eval_fraction: 0.1 \(or data.validation\) with loss=grpo"),
+        ({"data.eval_fraction": 0.1}, r"data.eval_fraction: 0.1 \(or data.validation\); loss=grpo has no validation loss"),
         ({"eval.interval": 2}, "eval.interval: 2, but data.eval_fraction=0 leaves no validation data"),
         ({"data.bad_records": "skip"}, "data.bad_records: skip with data=prompts"),
         ({"data.pairs": "true", "data.chat": "true"}, "data.pairs: true with loss=grpo"),
@@ -298,7 +226,7 @@ def test_a_model_without_transformers_generate_is_refused(folder, tmp_path):
     data = {"name": "prompts", "prompts": list(cfg.data.prompts), "tokenizer": cfg.data.tokenizer, "eval_fraction": 0.0}
     options = {"eval": {"interval": None}, "train": {"seq_len": 8, "global_batch_size": 8}, "run": {"dir": str(tmp_path / "run")}}
     own = ct.Trainer(module, {"name": "grpo", "answer_tokens": 4}, data, rewards=[correct], **options)
-    with pytest.raises(UserError, match="loss.name: grpo draws answers by transformers' generate, but model: is a module of your own"):
+    with pytest.raises(UserError, match="loss.name: grpo draws answers with transformers' model, but model: is a module of your own"):
         own.train()
 
 
