@@ -97,8 +97,9 @@ def furnish(folder: Path) -> None:
     tokenizer().save(str(folder / "qwen/tokenizer.json"))
     (folder / "qwen/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
-    for name in ("smol", "teacher"):
+    for name in ("smol", "teacher", "gpt-oss"):
         shutil.copytree(folder / "qwen", folder / name)
+    model("gpt_oss").save_pretrained(folder / "gpt-oss")
     for name in ("llava", "seen"):
         shutil.copytree(vision_folder(), folder / name)
     (folder / "photos").mkdir()

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -24,6 +32,8 @@ CONFIGS: dict[str, Any] = {
     "gpt2": lambda: GPT2Config(vocab_size=300, n_embd=24, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0,
                                embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+    "gpt_oss": lambda: GptOssConfig(**SIZES | {"hidden_size": 32, "intermediate_size": 32}, num_local_experts=2, num_experts_per_tok=1,
+                                    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}),
 }
 
 
