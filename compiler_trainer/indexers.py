@@ -124,6 +124,7 @@ def pools(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Ten
     return get_pooled_states
 
 
+SELECT_ACROSS_DOCUMENTS = frozenset({"glm5_next_text"})  # types of models, of those that `probes` cannot try
 METHODS = {  # class and method -> our version, given theirs
     ("Qwen4ExpTextQSAIndexer", "forward"): qsa,
     ("Glm5NextTextIndexer", "get_pooled_states"): pools,

@@ -62,15 +62,15 @@ class Headed(nn.Module):
         return CausalLMOutput(logits=self.lm_head(self.model(**inputs).last_hidden_state))
 
 
-def config_of(name: str):
+def config_of(name: str, **changes):
     kind, fields = MODELS[name]
-    return getattr(transformers, kind)(**SIZES | fields)
+    return getattr(transformers, kind)(**SIZES | fields | changes)
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name: str, **changes) -> nn.Module:
     """Return the model in fp64, with the same weights at each call."""
     torch.manual_seed(0)
-    config = config_of(name)
+    config = config_of(name, **changes)
     is_known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32) if is_known else Headed(config)
     with torch.no_grad():
