@@ -94,7 +94,7 @@ def rows(lengths: list[list[int]], n: int = 3) -> list[dict[str, Tensor]]:
 
 
 class Wide(TorchFunctionMode):
-    """Compute in fp64 where a model casts to fp32, so that values can be compared to 1e-10."""
+    """Compute in fp64 if a model casts to fp32, so that values can be compared to 1e-10."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = torch.Tensor.double if func is torch.Tensor.float else func

@@ -81,13 +81,15 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("balance", ["none", "head_tail"])
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 3}], ids=str)
-def test_ties_fall_as_on_one_rank(mesh, balance):
+def test_ties_fall_as_on_one_rank(mesh, balance, method):
     model, data = Selecting(), indexers.rows([[19], [19]])
     best = model.scores(data[0]["tokens"]).topk(4, -1).values
     assert (best[..., 2] == best[..., 3])[best[..., 2].isfinite()].float().mean() > 0.2, "there are no ties"
-    trained_alike(model, loss_of, data, mesh, passes={"context": {"load_balance": balance}})
+    step = trained_alike(model, loss_of, data, mesh, passes={"context": {"load_balance": balance, "method": method}})
+    assert any(f": {method} over cp" in note for record in step.report["passes"] for note in record["report"].get("notes", ()))
 
 
 # ---- the program ---------------------------------------------------------------------------------------------
