@@ -34,7 +34,7 @@ FLOORS = {
     ),
     "compiler_trainer": (
         ("config", "console", "page"),
-        ("places", "recurrences", "request"),
+        ("indexers", "places", "recurrences", "request"),
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("checkpoint",),

@@ -28,6 +28,7 @@ from compiler_trainer.capture.records import read_marks, read_trace, write_marks
 from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.indexers import indexers_of_fixed_shapes
 from compiler_trainer.recurrences import recurrences_as_operators
 from compiler_trainer.request import LossFn, Metrics
 from passes.ir import ir
@@ -119,6 +120,7 @@ def capture(
         any_dtype(),
         cumulative_averages(),
         recurrences_as_operators(),
+        indexers_of_fixed_shapes(),
         lazy_graph_modules(),
         _quiet(),
     ):

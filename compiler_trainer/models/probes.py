@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.indexers import SELECT_ACROSS_DOCUMENTS
 from compiler_trainer.models.documents import UNTRIED, WAYS
 from compiler_trainer.models.folder import library, logits, loss_of
 from compiler_trainer.models.loss import IGNORED_LABEL
@@ -62,6 +63,8 @@ def tried(attention: str, is_our_loss: bool, described: Described) -> str:
         trial = Trial(small_model(config))
         sees_later = trial.sees_later()
     except Exception:  # any kind: the library cannot make this model small
+        if attention == "documents" and config.model_type in SELECT_ACROSS_DOCUMENTS:
+            raise inseparable(config) from None
         return UNTRIED if attention == "documents" else "causal"
     if sees_later:
         problem = f"is of a {config.model_type} in which tokens see later tokens, so labels are no predictions"
@@ -74,8 +77,13 @@ def tried(attention: str, is_our_loss: bool, described: Described) -> str:
     for way in WAYS:
         if trial.keeps_apart(way):
             return way
+    raise inseparable(config)
+
+
+def inseparable(config: Any) -> UserError:
+    """Return the error for a model in which documents of a sequence see each other."""
     problem = f"documents, but neither positions nor masks separate documents of a sequence in a {config.model_type}"
-    raise UserError("model.attention", f"{problem}; set model.attention=causal, with which a sequence is one text")
+    return UserError("model.attention", f"{problem}; set model.attention=causal, with which a sequence is one text")
 
 
 def small_model(config: Any) -> Any:

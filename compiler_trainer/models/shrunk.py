@@ -20,17 +20,19 @@ SIZES: dict[int, str] = {
         moe_shared_expert_intermediate_size intermediate_size_mlp feed_forward_size expert_ffn_hidden_size
         shared_experts_intermediate_size""",
     64: "mamba_d_ssm",
-    16: "qk_head_dim index_head_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size laurel_rank",
+    16: """qk_head_dim index_head_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size laurel_rank index_n_heads
+        indexer_n_heads""",  # with few heads, many scores of an indexer are 0, and selections fall by ties
+    5: "index_topk index_kpool index_block_size indexer_budget",  # keys that an indexer selects, of a block, and blocks
     8: """head_dim swa_head_dim global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim kv_channels dim_head d_head
-        linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim mamba_headdim
+        linear_key_head_dim linear_value_head_dim linear_head_dim indexer_head_dim mamba_d_head mamba_head_dim
         attention_head_size attention_head_dim mamba_n_heads mamba_num_heads mamba_d_state ssm_state_size state_size
-        mamba_chunk_size chunk_size num_heads hidden_size_per_layer_input""",
+        mamba_headdim mamba_chunk_size chunk_size num_heads hidden_size_per_layer_input""",
     4: """num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads attention_heads
-        swa_num_attention_heads num_decoder_attention_heads index_n_heads linear_num_value_heads linear_num_heads
+        swa_num_attention_heads num_decoder_attention_heads linear_num_value_heads linear_num_heads
         num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim encoder_layers
         num_encoder_layers""",
     2: """num_key_value_heads swa_num_key_value_heads num_kv_heads num_query_groups linear_num_key_heads
-        num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k""",
+        num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k index_topk_blocks indexer_compress_ratio""",
     1: "n_group topk_group num_expert_group mamba_n_groups n_groups mamba_ngroups",
     VOCAB: """vocab_size decoder_vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_seq_len
         n_ctx""",
@@ -44,11 +46,13 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 def shrunk(config: Any) -> Any:
     """Return a config of a model of the same kind, with small sizes, and one layer or more of each kind."""
     small = copy.deepcopy(config)
-    heads = vars(config).get("num_attention_heads")
+    heads, key_heads = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool) and value and name in SIZE_OF:
             is_alike = name in ("num_key_value_heads", "num_kv_heads") and value in (1, heads)
             setattr(small, name, min(value, SIZE_OF["num_attention_heads"]) if is_alike else SIZE_OF[name])
+            if name == "index_n_heads" and value == key_heads:  # an indexer's head for each key head
+                small.index_n_heads = SIZE_OF["num_key_value_heads"]
         if name.endswith("_token_id") and isinstance(value, int):
             setattr(small, name, min(value, VOCAB - 1))
     cut_layers(small)

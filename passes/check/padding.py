@@ -115,6 +115,8 @@ def needed_fill(i: int, rule: Rule, atoms: Atoms, padded: set[str], spec: Spec, 
 
 def result_fill(rule: Rule, atoms: Atoms, index: int, padded: set[str], fills: Sequence[float | None]) -> float | None:
     """Return the padding value of a result; None if it differs between padded dims."""
+    if rule.uniform:
+        return rule.pad_out([])
     numbers = set()
     for name in (name for dim in atoms.results[index] for name in dim if name in padded):
         has_dim = [any(name in dim for dim in operand) for operand in atoms.operands]

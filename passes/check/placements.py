@@ -157,6 +157,8 @@ def disagreement(
 
     `graded` are the numbers of operands with a gradient.
     """
+    if rule.uniform:
+        return f"is partial, but {ir.spec(node)} has no terms" if ir.spec(node).partial else ""  # type: ignore[union-attr]
     operands, results = ", ".join(map(str, specs)), results_of(rule, specs, mesh)
     if isinstance(results, str):
         return f"runs on {operands}: {results}"

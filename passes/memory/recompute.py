@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir import ir
-from passes.ir.operators import is_mutable, is_operator, is_random, is_view, kind_of
+from passes.ir.operators import is_mutable, is_operator, is_random, is_view, kind_of, name_of
 from passes.ops import reshard
 from passes.trace.functions import communicates
+
+SELECTIONS = frozenset({"argmax", "argmin", "argsort", "sort", "topk"})  # operators by name that choose entries
 
 # ---- nodes that may run twice --------------------------------------------------------------------
 
@@ -45,7 +47,17 @@ def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
         return "not an operator"
     if kind_of(node) or communicates(node) or node.target.namespace == "_c10d_functional":
         return "communication"
+    if selects(node):
+        return "selection"
     return "random" if is_random(node) else None
+
+
+def selects(node: fx.Node) -> bool:
+    """Return True if an operator chooses entries by floating-point values.
+
+    If ties or rounding fell another way the second time, the backward would be that of another choice.
+    """
+    return name_of(node) in SELECTIONS and ir.example(node.all_input_nodes[0]).is_floating_point()
 
 
 def sent_nodes(program: ir.Program) -> set[fx.Node]:

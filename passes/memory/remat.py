@@ -10,9 +10,10 @@
     budget      keep the values that cost most to recompute, within `budget_bytes` (`passes/memory/budget.py`)
 
 `layers` maps patterns of layers to other policies. With any policy, calls of `torch.utils.checkpoint` in the model are
-recomputed. Results of communication (repeated only if `ops` says so) and of random operators (which would draw other
-numbers) are kept, and so are values near a write in place. `modules` and `ops` map patterns of module paths and
-operator names to `save`, `recompute` or `offload`. They override the policy, and modules override operators. `regather`
+recomputed. Results of communication (repeated only if `ops` says so), of random operators (which would draw other
+numbers) and of selections (the top-k of experts or keys, whose ties might fall otherwise) are kept, and so are values
+near a write in place. `modules` and `ops` map patterns of module paths and operator names to `save`, `recompute` or
+`offload`. They override the policy, and modules override operators. `regather`
 repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). In a step with
 microbatches that gathers once, gathered weights are kept. Frozen weights stored as integers are always unpacked again.
 """

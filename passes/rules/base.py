@@ -43,6 +43,7 @@ class Rule:
         repeats: the result repeats entries of operand 0, which is made replicate first: its gradient is reduced
             afterwards
         place: places some factors on axes of its choice, from the operands' factors; no other factors use these axes
+        uniform: without operands, all entries of the result are equal: each rank can create any share of it
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -61,6 +62,7 @@ class Rule:
     columns: frozenset[int] = frozenset()
     repeats: bool = False
     place: Place | None = None
+    uniform: bool = False
 
     def may_shard(self, factor: str, axis: str) -> bool:
         """Return True if the operator can run with the `factor` sharded on the `axis`."""

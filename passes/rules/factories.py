@@ -1,10 +1,30 @@
-"""Operators that create tensors: computed in full on every rank, and cut where a shard is needed."""
+"""Operators that create tensors: a rank creates its share of equal entries; others are whole, and cut where needed."""
 
 from __future__ import annotations
 
-from passes.rules.base import RuleMaker, opaque
+from torch import fx
+
+from passes.ir.operators import name_of
+from passes.rules.base import Rule, RuleMaker, opaque, result_shapes
+
+VALUES = {"zeros": 0.0, "ones": 1.0, "empty": None}
+
+
+def uniform(node: fx.Node) -> Rule:
+    """Make the rule of a tensor of equal entries, of which each rank creates its share."""
+    (shape,), name = result_shapes(node), name_of(node)
+    value = VALUES[name] if name in VALUES else float(node.args[1])  # type: ignore[arg-type]
+    return Rule(
+        (),
+        (tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape)),),
+        {f"d{i}": n for i, n in enumerate(shape) if n != 1},
+        resize=lambda args, local: (list(local), *args[1:]),
+        pad_out=lambda fills: value,
+        uniform=True,
+    )
 
 
 def rules() -> dict[str, RuleMaker]:
     """Return operator name -> rule, for factories."""
-    return dict.fromkeys("arange full zeros ones empty scalar_tensor eye linspace".split(), opaque)
+    created = dict.fromkeys("full zeros ones empty".split(), uniform)
+    return created | dict.fromkeys("arange scalar_tensor eye linspace".split(), opaque)

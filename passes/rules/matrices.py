@@ -47,7 +47,7 @@ def parts_of(product: fx.Node) -> tuple[int, tuple[int, ...], int] | None:
             return columns // (sum(sizes) * distance), tuple(n // common for n in sizes), common * distance
         if len({(user.target, str(user.args[1:])) for user in users}) != 1:  # equal operators count as one
             return None
-        after = follow(users[0], users[0].args[0], dims)  # type: ignore[arg-type]
+        after = follow(users[0], next(node for node in nodes if users[0] in node.users), dims)
         if after is None:
             return None
         nodes, dims = users, after

@@ -27,6 +27,8 @@ from passes.ir.order import PLAIN, Order
 from passes.ir.spec import Dim, Factor
 from passes.rules.base import Names, Rule
 
+Cuts = dict[str, int]  # mesh axis -> dim of a value that it shards
+
 
 def boundaries(sizes: Iterable[int]) -> list[int]:
     """Return the products of the minor sizes at each cut: [4, 2, 3] -> [6, 3]."""
@@ -119,6 +121,15 @@ class Atoms:
     def origin(self, atom: str) -> str:
         """Return the rule's factor that contains the atom."""
         return atom.split(".#")[0]
+
+
+def atom_of(atoms: Atoms, dim: int, axis: str) -> str | None:
+    """Return the atom by which an axis can shard a dim of the first result, as an operand or a rank's share has it."""
+    names = atoms.results[0][dim]
+    if len(names) != 1 or not atoms.rule.may_shard(atoms.origin(names[0]), axis):
+        return None
+    is_read = any(names[0] in part for dims in atoms.operands for part in dims)
+    return names[0] if is_read or atoms.rule.uniform else None
 
 
 def place_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:

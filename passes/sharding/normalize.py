@@ -147,6 +147,11 @@ def mean_pool(x: Tensor, size: list[int]) -> Tensor:
     return x.mean(list(range(-len(size), 0)), keepdim=True)
 
 
+def matmul_of_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply each x[..., s, :, :] by the one matrix of y[..., 1, :, :] as rows; PyTorch would copy it for each s."""
+    return (x.flatten(-3, -2) @ y.squeeze(-3)).unflatten(-2, x.shape[-3:-1])
+
+
 def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply each matrix of weight[o, i, j] to x[..., i] and y[..., j]."""
     outs, inner, _ = weight.shape
@@ -292,6 +297,12 @@ def _takes_every_nth(node: fx.Node) -> bool:
     return step > 1 and size % step == 0 and 0 <= (start or 0) < step and ir.example(node).shape[dim] * step == size
 
 
+def _repeats_matrix(node: fx.Node) -> bool:
+    """Return True if a matmul multiplies several matrices by the same one."""
+    x, y = (ir.example(n).shape for n in node.args)
+    return len(x) == len(y) > 2 and y[-3] == 1 < x[-3]
+
+
 def _divides_by_zero(node: fx.Node) -> bool:
     """Return True if a norm of a row of zeros (as in padding) would be infinite or NaN."""
     eps = argument(node, "eps")
@@ -355,6 +366,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return slice_of_pairs
     if name == "index_put" and _writes_by_mask(node):
         return put_where
+    if name == "matmul" and _repeats_matrix(node):
+        return matmul_of_rows
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
         return linear_bias
     if name == "convolution" and node.args[2] is not None:

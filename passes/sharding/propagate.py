@@ -31,7 +31,7 @@ from passes.ir.mesh import WEIGHT_AXES, Mesh
 from passes.ir.order import Order
 from passes.ir.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, merge_dim, override_axes, place_by_rule, refine
+from passes.sharding.atoms import Atoms, Cuts, atom_of, merge_dim, override_axes, place_by_rule, refine
 from passes.sharding.custom import Placed, padding_kept, place_forward
 from passes.sharding.infer import experts_of
 from passes.trace.editor import layout
@@ -63,10 +63,16 @@ class Plan:
         return self.reduced.get(node, self.produced[node])
 
 
-def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> Plan:
-    """Decide the placements of every tensor in a captured program whose inputs are placed."""
+def propagate(
+    program: ir.Program, sequence_parallel: bool, ctx: ir.Context, cuts: Mapping[fx.Node, Cuts] | None = None
+) -> Plan:
+    """Decide the placements of every tensor in a captured program whose inputs are placed.
+
+    On an axis that no operand shards, a result is sharded as `cuts` says.
+    """
     plan = Plan()
     sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
+    sweep.cuts = cuts or {}
     names = experts_of(program) if program.mesh.experts else {}
     for node, input_ in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = input_.spec
@@ -94,6 +100,7 @@ class _Sweep:
         self.sequence_parallel = sequence_parallel
         self.bodies: dict[Any, Placed] = {}  # bodies of custom functions
         self.experts = set[fx.Node]()  # weights of experts, which stay where these are
+        self.cuts: Mapping[fx.Node, Cuts] = {}
 
     def visit(self, node: fx.Node) -> None:
         """Decide one operator."""
@@ -145,6 +152,8 @@ class _Sweep:
     def choices(self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> dict[str, str | None]:
         """Return the atom that the operator shards on each axis: preferably an operand's atom; None if none."""
         choice = {axis: self.choose(axis, node, operands, atoms) for axis in self.mesh.axes}
+        for axis, dim in self.cuts.get(node, {}).items():
+            choice[axis] = choice[axis] or atom_of(atoms, dim, axis)
         if atoms.rule.place is None:
             return choice
         axes = self.axis_order(operands, atoms, choice)

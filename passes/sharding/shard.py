@@ -28,6 +28,7 @@ from passes.ir.mesh import SEQUENCE_AXIS
 from passes.ir.operators import is_operator, name_of
 from passes.ir.stages import Stage
 from passes.rules import has_rule, tensor_operands
+from passes.sharding.cuts import find_cuts
 from passes.sharding.partition import Partitioner
 from passes.sharding.propagate import propagate
 from passes.trace.builder import MethodChoice
@@ -72,7 +73,10 @@ class Shard(ir.Pass):
             )
         decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
         how = (ctx, self.reduce_dtype, decide, True, self.context, self.skip_steps, self.balance)
-        partitioner = Partitioner(program, plan := decide(program), *how)
+        plan = decide(program)
+        if cuts := find_cuts(program, plan):
+            plan = decide(program, cuts=cuts)
+        partitioner = Partitioner(program, plan, *how)
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += [choice.note for choice in partitioner.builder.methods.values()]

@@ -82,6 +82,8 @@ VARIANTS = {
     "encoder": (tf.BertConfig(is_decoder=False), "model.path"),
     "window": (tf.MistralConfig(sliding_window=4096), "positions"),
     "some windows": (tf.Qwen2Config(use_sliding_window=True, max_window_layers=2), "positions"),
+    "sparse blocks": (tf.MiniMaxM3VLTextConfig(num_hidden_layers=2, mlp_layer_types=["dense"] * 2, layer_types=["minimax_m3_sparse"] * 2), "model.attention"),
+    "indexer": (tf.DeepseekV32Config(num_hidden_layers=2, mlp_layer_types=["dense"] * 2), "positions"),
     "chunks": (tf.Llama4TextConfig(num_hidden_layers=4), "positions"),
 }
 

@@ -11,8 +11,10 @@ from oracle import EXACT, SEQ_LEN, VOCAB, assert_same, batches, compile_lockstep
 from torch import Tensor, nn
 
 from compiler_trainer import UserError
+from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.schema import ExpertsConfig
 from compiler_trainer.step.effects import effect_lines
+from passes.rules.roles import matrices
 from passes.update.muon import orthogonal
 
 LRS = (1e-2, 3e-2, 2e-2, 1e-2, 3e-2)
@@ -192,3 +194,19 @@ def test_experts_are_stacks_of_matrices_wherever_they_lie(mesh):
     for batch, lr in zip(data, LRS, strict=True):
         assert spread(batch, lr)["loss"] == pytest.approx(alone(batch, lr)["loss"], abs=EXACT)
     assert_same(spread.state_dict(), alone.state_dict(), 1e-9)
+
+
+class Gated(nn.Module):
+    """Heads of which each is scaled by a gate of its own, as in dots3."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.gates, self.down = nn.Linear(8, 32), nn.Linear(8, 4), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.heads(x).unflatten(-1, (4, 8)) * self.gates(x).unsqueeze(-1).sigmoid()).flatten(-2))
+
+
+def test_a_gate_of_heads_is_one_matrix():
+    program, _ = capture(Gated(), lambda model, batch: model(batch["x"]).square().mean(), {"x": torch.randn(3, 8)}, torch.device("cpu"))
+    assert not matrices(program)
