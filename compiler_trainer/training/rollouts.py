@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig, RolloutConfig
 from compiler_trainer.config.targets import function
-from compiler_trainer.data.chat import Prompt
 from compiler_trainer.data.corpus import Ids
 from compiler_trainer.data.loader import Batch
 from compiler_trainer.data.prompts import PromptRows, Rollout, Rollouts, answer_rows
@@ -115,7 +114,7 @@ class Answers(Callback):
     def draw(self, rows: Ids, before: int) -> list[Drawn]:
         """Return the answers to prompts, group by group."""
         prompts = [self.rows.prompts[row] for row in rows]
-        return self.sampler(self.step, [Prompt(ids, ends | self.ends) for ids, ends in prompts], before)
+        return self.sampler(self.step, [prompt._replace(ends=prompt.ends | self.ends) for prompt in prompts], before)
 
     def score(self, records: list[dict[str, Any]], texts: list[str]) -> Scores:
         """Return the rewards of answers by each function; raise UserError on all ranks if one is none."""

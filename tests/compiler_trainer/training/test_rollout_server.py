@@ -37,7 +37,7 @@ class OneByOne(InProcess):
 
     def __call__(self, step, prompts, before):
         model, drawn = whole_model(self.cfg, self.trained, step), []
-        for number, (ids, ends) in enumerate(prompts):
+        for number, (ids, ends, _) in enumerate(prompts):
             for answer in range(self.loss.group_size):
                 seed = short_seed_of(self.cfg.data.seed, before + number, answer)
                 drawn += group(model, ids, ends, Sampling(self.loss.answer_tokens, self.loss.temperature, seed=seed), 1)
