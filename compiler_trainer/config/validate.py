@@ -509,9 +509,9 @@ CHECKS: Checks = (
     ),
     (
         "checkpoint.keep_best",
-        lambda c: c.checkpoint.keep_best == 0 or evaluates_at_checkpoints(c),
-        "{c.checkpoint.keep_best} needs an evaluation with every checkpoint; set eval.interval ({c.eval.interval}) to "
-        "a divisor of checkpoint.interval ({c.checkpoint.interval})",
+        lambda c: c.checkpoint.keep_best == 0 or not c.checkpoint.saves or evaluates_at_checkpoints(c),
+        "{c.checkpoint.keep_best} needs an evaluation with every checkpoint; set eval.interval to a divisor of "
+        "checkpoint.interval={c.checkpoint.interval}, or checkpoint.keep_best=0",
     ),
     (
         "train.nonfinite",
