@@ -270,7 +270,8 @@ def test_records_before_the_window_are_skipped_unparsed(tmp_path, here, monkeypa
     monkeypatch.setattr(Worker, "parts", lambda self, record, shard: parsed.append(1) or original(self, record, shard))
     after, _ = batches(options(tmp_path, cfg.files, stream_window=600, cache=str(tmp_path / "other")), 1, states[16])
     assert_equal(after, expected[16:17])
-    assert states[16]["windows"][0][3] > 50 and 0 < len(parsed) < 60
+    start = states[16]["windows"][0][3]  # of its window: earlier records are skipped
+    assert start > 50 and 0 < len(parsed) <= 200 - start
 
 
 def test_a_resumed_stream_may_have_another_batch_size(tmp_path, here):

@@ -102,7 +102,7 @@ def other_ids(place):
     [
         (None, ["loss.teacher=''"], "loss.teacher: names no model; give the folder of a larger model"),
         (None, ["loss.teacher=nowhere"], "loss.teacher: nowhere holds no config.json; name a folder that transformers wrote"),
-        (None, ["data.pairs=true"], "data.pairs: true with loss=distill, which learns from texts and conversations"),
+        (None, ["data.pairs=true"], "data.pairs: true with loss=distill, which compares no answers"),
         (None, ["model.head=score"], "model.head: score has no next tokens to learn"),
         (lambda place: (place / "large/tokenizer.json").unlink(), [], "loss.teacher: large/tokenizer.json is missing, so the token ids"),
         (other_ids, [], "loss.teacher: large has another tokenizer.json than the student; use a teacher of the same family"),

@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, messa
     "options, message",
     [
         (["loss=simpo", "+loss.label_smoothing=0.1"], "loss.label_smoothing: no such option; there are name, beta, nll_weight, gamma"),
-        (["+loss.name=kto2"], "loss.name: 'kto2' is not one of dpo, ipo, simpo, orpo, cpo, kto, grpo, distill, reward, classify, embed; did you mean 'kto'?"),
+        (["+loss.name=kto2"], "loss.name: 'kto2' is not one of dpo, ipo, simpo, orpo, cpo, kto, grpo, gkd, distill, reward, classify, embed; did you mean 'kto'?"),
         (["loss=ppo"], "loss: 'ppo' is not one of .*; there is no PPO with a value model"),
         (["+train.cpo_alpha=1"], "train.cpo_alpha: no such option; the weight .* is loss.nll_weight"),
     ],
