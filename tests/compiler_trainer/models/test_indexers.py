@@ -84,6 +84,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("balance", ["none", "head_tail"])
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 3}], ids=str)
+@pytest.mark.sample(3)
 def test_ties_fall_as_on_one_rank(mesh, balance, method):
     model, data = Selecting(), indexers.rows([[19], [19]])
     best = model.scores(data[0]["tokens"]).topk(4, -1).values
@@ -126,7 +127,7 @@ def is_of_pairs(node, tokens: int) -> bool:
     return any(sum(n in (tokens, 2 * tokens) for n in shape) > 1 for shape in shapes)
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("policy", ["none", pytest.param("selective", marks=pytest.mark.full), "full"])
 def test_recomputation_reuses_the_selection(policy):
     data = indexers.rows([[19], [19]])
     options = {"passes": {"remat": {"policy": policy}}}

@@ -34,7 +34,8 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_an_indexer_is_resumed_and_exported_as_it_was(optim, place, capsys):
     job = (*JOB, f"optim={optim}")
     assert call(*job, "run.dir=whole") == 0
