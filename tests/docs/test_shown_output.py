@@ -23,7 +23,7 @@ from passes.ir.printer import print_program
 README, PLANNER = (ROOT / "README.md").read_text(), (ROOT / "docs/internals/planner.md").read_text()
 PLAN, RUN = [c for c in commands() if c.page == "README.md" and c.words[0] == "compiler-trainer"][:2]
 SHORTENED = re.compile(r"_default|_tensor|\.Tensor|p_model_layers_0_feed_forward_|_weight")
-(TUNE,) = [c for c in commands() if "model.path=smol" in c.words]
+(TUNE,) = [c for c in commands() if "model.path=smol" in c.words and "guides" in c.page]
 
 
 def shown(command: Command) -> list[str]:

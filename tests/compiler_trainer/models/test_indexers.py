@@ -31,7 +31,7 @@ APART = {name: "positions" for name in ("deepseek_v32", "glm_moe_dsa", "hy_v4", 
 # blocks of these begin at multiples of their size in a sequence, whatever documents they lie in
 IN_NO_WAY = ("deepseek_v4", "minimax_m3_vl", "glm5_next")
 MESHES = [{"cp": 2}, {"cp": 3}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}]
-QUICK = [("deepseek_v32", 0), ("qwen4_exp", 1)]
+QUICK = [("deepseek_v32", 0)]
 
 
 def cases():

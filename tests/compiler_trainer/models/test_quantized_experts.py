@@ -244,7 +244,7 @@ def token_batches(rows=5, length=9):
     ("mixtral", "nvfp4", {"dp_shard": 3, "tp": 2}),
     ("gpt_oss", "int8", {"dp_shard": 3, "ep": 3}),
 ])  # fmt: skip
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_mesh_trains_terms_of_experts_as_one_rank_does(model, kind, name, mesh):
     """peft adapts Mixtral's experts, and of gpt-oss only attention."""
     module, initial, _ = built(model(kind), name)

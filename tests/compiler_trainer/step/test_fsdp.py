@@ -215,7 +215,7 @@ def test_a_complex_weight_is_sharded_and_updated_as_in_eager_pytorch():
     ({"cp": 2, "dp_shard": 2}, 2, {"remat": {"policy": "full"}}),
     ({"dp_shard": 3}, 1, {"chunk_loss": {"chunks": 2}}),
     ({"dp_replicate": 2, "tp": 2}, 1, {}),
-], 0, 1, 2))
+], 0, 1))
 def test_parameters_that_are_not_trained_are_sharded_too(mesh, microbatches, passes):
     model = llama(N_LAYERS)
     for name, parameter in model.named_parameters():

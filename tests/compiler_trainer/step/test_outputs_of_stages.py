@@ -139,6 +139,7 @@ class Widths(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.full
 def test_a_model_with_many_functions_has_the_same_key_at_each_start(tmp_path):
     found = []
     for _ in range(3):

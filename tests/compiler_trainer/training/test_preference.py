@@ -339,7 +339,7 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
 STARTS = {"ipo": 25.0, "kto": 0.5, "simpo": None, "orpo": None, "cpo": None}  # the first loss, of a model that is its reference
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STARTS)
 def test_a_run_computes_a_reference_if_the_loss_needs_one(name, folder, tmp_path):
     trainer(folder, tmp_path / "run", loss=name, eval={"interval": 3}, train={"steps": 3, "seq_len": 96, "global_batch_size": 4}).train()

@@ -44,7 +44,7 @@ class OneByOne(InProcess):
         return [answer._replace(entropy=-answer.logs.mean(dtype=float)) for answer in drawn]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_run_with_a_server_equals_one_without(engine, folder, tmp_path, monkeypatch):
     with answering(engine, folder) as stand_in:

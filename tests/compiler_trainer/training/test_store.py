@@ -86,6 +86,7 @@ train(job(Path({folder!r}), {url!r}, {text!r}))
 """
 
 
+@pytest.mark.full
 def test_killed_during_a_copy_and_resumed_on_another_machine_it_ends_with_the_same_bits(tmp_path, store, text, undisturbed):
     url = "s3://bucket/runs/killed"
     (tmp_path / "first").mkdir()
