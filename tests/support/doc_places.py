@@ -197,8 +197,8 @@ def tiny(cfg: Config, folder: Path) -> Config:
         vocabulary = 300 if cfg.data.tokenizer != "bytes" else 257
         experts = small.experts and replace(small.experts, width=8)
         small = replace(DECODER, vocab_size=vocabulary, attention=small.attention, experts=experts)
-    is_evaluated = not cfg.has_rollouts
-    corpus = replace(cfg.data, cache="kept/tokens", eval_fraction=0.2 * is_evaluated)
+    is_evaluated = not cfg.has_rollouts and (not cfg.data.stream or bool(cfg.data.validation))
+    corpus = replace(cfg.data, cache="kept/tokens", eval_fraction=0.2 * (is_evaluated and not cfg.data.stream))
     if corpus.name == "stdlib":
         corpus = replace(corpus, name="synthetic", documents=40)
     seq_len = 128 if cfg.data.images_per_row else 32
@@ -206,7 +206,7 @@ def tiny(cfg: Config, folder: Path) -> Config:
     return replace(
         cfg,
         model=small,
-        loss=cfg.loss if is_evaluated else replace(cfg.loss, group_size=2, answer_tokens=8, server=None),  # no server is there
+        loss=cfg.loss if not cfg.has_rollouts else replace(cfg.loss, group_size=2, answer_tokens=8, server=None),  # no server is there
         data=corpus,
         train=replace(cfg.train, steps=4, seq_len=seq_len, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
         lr_schedule=cfg.lr_schedule if cfg.lr_schedule._target_ else LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
