@@ -103,7 +103,7 @@ def test_two_ranks_with_a_server_equal_one(axis, folder, tmp_path):
     assert len(result) == len(expected) == 4
     for step, of_one in zip(result, expected, strict=True):
         names = ("reward", "reward_std", "answer_tokens", "cut", "entropy", "loss", "grad_norm", "clip_fraction", "kl")
-        assert {name: step[name] for name in names} == pytest.approx({name: of_one[name] for name in names}, abs=3e-6)
+        assert {name: step[name] for name in names} == pytest.approx({name: of_one[name] for name in names}, abs=1e-5)  # of fp32, in another order
         assert step["gap"] < 1e-6
 
 
