@@ -80,7 +80,7 @@ class StreamRows(Rows):
         self.facts = Facts(0, 0, 0, 0, folder_name(decides)[:16])
         self.lock = RLock()
         self.positions, self.opened = [Position()], dict[int, Window]()  # positions of windows passed, and of the next
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def __len__(self) -> int:
         return ENDLESS
@@ -164,9 +164,9 @@ class StreamRows(Rows):
         lines += [f"{self.name}: {bad:,} bad records of window {window.start.number} are skipped, {first}"] * bool(bad)
         for line in lines:
             key = line.partition(" (first: ")[0]
-            if key not in self.said and os.environ.get("RANK", "0") == "0":
+            if key not in self.printed and os.environ.get("RANK", "0") == "0":
                 say(line)
-            self.said.add(key)
+            self.printed.add(key)
 
     def make(self, place: Place) -> None:
         """Have a window made ahead of time; whoever needs it meets its error again."""

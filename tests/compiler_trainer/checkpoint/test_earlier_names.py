@@ -6,27 +6,16 @@ import json
 import shutil
 
 import pytest
-import torch
-from byte_tokenizer import CHATML, write_tokenizer
+from chat_folders import chat_folder
 from commands import call
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from compiler_trainer.step.step import Step
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return a folder with a small model and conversations."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("base") / "model"
-    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    config = LlamaConfig(vocab_size=300, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    write_tokenizer(path)
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "<|endoftext|>"}))
-    chats = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i + 1}"}] for i in range(40)]
-    (path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    return path
+    """Return a folder with a small model, and a file of conversations beside it."""
+    return chat_folder(tmp_path_factory.mktemp("base") / "model", layers=1)
 
 
 def losses(run):
@@ -37,7 +26,7 @@ def losses(run):
 def test_the_state_of_quantized_layers_had_the_names_of_a_layer(name, frozen, model, tmp_path, monkeypatch):
     options = ["train.seq_len=64", "train.global_batch_size=4", "train.steps=4", "train.microbatches=1", "lower.backend=eager", "run.dump_graphs=false"]
     options += ["checkpoint.interval=2", "eval.interval=2", f"model.quantize={name}", f"checkpoint.frozen={frozen}", "model.init=random"]
-    run = ["recipe=qlora", f"model.path={model}", "data=text", "data.chat=true", f"data.files=[{model / 'chats.jsonl'}]", f"run.dir={tmp_path / 'run'}", *options]
+    run = ["recipe=qlora", f"model.path={model}", "data=text", "data.chat=true", f"data.files=[{model.parent / 'chats.jsonl'}]", f"run.dir={tmp_path / 'run'}", *options]
     tensors, written = Step.tensors, set()
 
     def with_earlier_names(step):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from byte_tokenizer import CHATML, write_tokenizer
+from chat_folders import chat_folder
 from commands import call
 from oracle import trained_alike
 from torch import nn
@@ -14,7 +12,7 @@ from torch.nn import functional as F
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
@@ -194,16 +192,7 @@ def test_the_weight_that_codes_stand_for_can_be_put_back():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return a folder with a small model, and a file of conversations beside it."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("base") / "model"
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
-    config = LlamaConfig(vocab_size=300, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    write_tokenizer(path)
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "<|endoftext|>"}))
-    chats = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i + 1}"}] for i in range(40)]
-    (path.parent / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    return path
+    return chat_folder(tmp_path_factory.mktemp("base") / "model")
 
 
 def job(model, *options):
