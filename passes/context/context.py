@@ -164,16 +164,22 @@ def ring_attention(
     method: str,
     score: str | None = None,
     row: int | None = None,
+    has_sink: bool = False,
 ) -> fx.Node:
-    """Insert one local operator, inlined when the program is finished; a ring across groups that exchange heads."""
+    """Insert a ring; across groups, if they exchange heads."""
     inner, size = call.exchange_size(method), specs[1].dims[-2][0].size
     axis, axis_index = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.coordinates[AXIS]
     definition = ring.Ring(
-        axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row
+        axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row, has_sink
     )
+    if inner > 1:
+        axis_index = builder.trace(lambda at: at // inner, axis_index)
+    return in_ring(builder, definition, operands, axis_index)
+
+
+def in_ring(builder: Builder, definition: ring.Ring, operands: Nodes, axis_index: fx.Node) -> fx.Node:
+    """Insert a ring as one local operator, inlined when the program is finished."""
     key = (definition, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)
-    if inner > 1:
-        axis_index = builder.trace(lambda at: at // inner, axis_index)
     return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, axis_index)), 0))

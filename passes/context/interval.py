@@ -12,7 +12,9 @@ from passes.context import attention, flex, interval_cpu  # noqa: F401, the kern
 from passes.context.attention import AttentionKernel, AttentionOp, Nodes, Specs, attention_rule
 from passes.context.balance import ranks_that_meet
 from passes.context.call import AttentionCall
-from passes.context.context import gather, gather_as_held, ring_attention, starts_of
+from passes.context.context import gather, gather_as_held, in_ring, ring_attention, starts_of
+from passes.context.ring import Ring
+from passes.ir import ir
 from passes.ir.mesh import HOPS
 from passes.ir.slices import constant
 from passes.ops.attend import attend, attend_backward, interval_attention
@@ -21,19 +23,32 @@ from passes.trace.builder import Builder
 
 
 def rule(node: fx.Node) -> Rule:
-    """Return the rule: first[b, s] and last[b, s] next to queries, keys and values; terms have the dims of scores.
+    """Return the rule: first[b, s] and last[b, s] next to queries, keys and values.
 
-    A dim of a term may have size 1; terms do not vary along keys.
+    Terms and sinks have the dims of scores, each of which may have size 1, and do not vary along keys.
     """
-    terms = len(tensor_operands(node)) - 5
-    return attention_rule(node, "bs", "bs", *["bhs1"] * terms, pad_safe={3: 0.0, 4: 0.0})
+    further = len(tensor_operands(node)) - 5
+    return attention_rule(node, "bs", "bs", *["bhs1"] * further, pad_safe={3: 0.0, 4: 0.0})
 
 
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
     """Attend with the queries' bounds to keys at the positions that `runs` gives."""
     q, k, v, first, last, *terms = operands
+    if has_sink(node):
+        return with_sink(builder, node, operands, runs)
     results = builder.call(attend, (q, k, v, first, last, runs, terms, *node.args[-2:]))
     return builder.call(operator.getitem, (results, 0))
+
+
+def with_sink(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
+    """Attend as `local` with a sink: in a ring of one rank, to whose result it is added."""
+    scale, score = node.args[-2:]
+    starts = builder.trace(lambda x: x.new_zeros(1, 1), operands[3])
+    if runs is not None:
+        starts = builder.trace(lambda x: x.view(1, -1), runs)
+    size = ir.example(operands[1]).shape[2]
+    alone = Ring("", 1, size, False, False, scale, (0,), score, has_sink=True)  # type: ignore[arg-type]
+    return in_ring(builder, alone, [*operands, starts], builder.trace(lambda x: x.new_zeros(()), operands[3]))
 
 
 def gather_form(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
@@ -55,7 +70,8 @@ def ring_form(
         starts_of(builder, specs[1], inner),
         *([] if row is None else [builder.coordinates[HOPS]]),
     ]
-    return ring_attention(builder, ring_operands, specs, scale, call, method, score, row)  # type: ignore[arg-type]
+    options = scale, call, method, score, row, has_sink(node)
+    return ring_attention(builder, ring_operands, specs, *options)  # type: ignore[arg-type]
 
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
@@ -66,6 +82,11 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
         meet = ranks_that_meet(first, last, builder.mesh, specs[1].order)
         pairs = frozenset((i, j) for i, j in meet.nonzero().tolist())
     return replace(call, pairs=pairs, in_blocks=False)
+
+
+def has_sink(node: fx.Node) -> bool:
+    """Return True if a call has a sink."""
+    return bool(node.args[6])
 
 
 def bounds(node: fx.Node) -> tuple[fx.Node, fx.Node]:

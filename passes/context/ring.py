@@ -22,7 +22,7 @@ from torch import Tensor
 from passes.context import kernels
 from passes.context.kernels import Block, Part, merge, wide_dtype
 from passes.ir.layout import to_rank_order
-from passes.ops.attend import attend, attend_backward
+from passes.ops.attend import attend, attend_backward, sink_gradient, with_sink
 from passes.ops.shift import arrive, shift, shift_by
 from passes.trace.functions import define, remember
 
@@ -38,8 +38,9 @@ class Ring:
 
     At step s, each rank holds the K/V block of the rank s positions earlier; `steps` are those at which any rank sees
     anything, 0 first. With a `score` ("" for no function), each query sees an interval of keys, and the operands
-    include the score function's terms (`attend.py`) and the first positions of each rank's key runs, i64[axis_size,
-    runs]. With a `row`, the needed steps depend on the batch: that row of the hops tensor holds them (`shift.py`).
+    include the score function's terms (`attend.py`), a sink if it `has_sink`, and the first positions of each rank's
+    key runs, i64[axis_size, runs]. With a `row`, the needed steps depend on the batch: that row of the hops tensor
+    holds them (`shift.py`).
     """
 
     axis: str
@@ -51,6 +52,7 @@ class Ring:
     steps: tuple[int, ...]
     score: str | None = None
     row: int | None = None
+    has_sink: bool = False
 
     def hops(self) -> dict[int, int]:
         """Return the distance that keys travel after each step: to the next step, after the last one home."""
@@ -198,21 +200,28 @@ class Ring:
             out, lse = attend(q, key, value, *self.interval_arguments(rows, axis_index, step))
             merged = merge(merged, (out.to(wide_dtype(q.dtype)), lse))
         assert merged is not None
-        return merged[0].to(q.dtype), merged[1]
+        out, lse = with_sink(*merged, self.sink(rows)) if self.has_sink else merged
+        return out.to(q.dtype), lse
 
-    def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, axis_index) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the rank's own q, k and v."""
+    def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, axis_index) -> tuple[Tensor, ...]:
+        """Return the gradients of the rank's own q, k and v, and of a sink."""
         along_q, key_gradients = torch.zeros_like(q, dtype=wide_dtype(q.dtype)), KeyGradients(self, hops)
         for step, key, value in self.travel(k, v, hops=hops):
             arguments = self.interval_arguments(rows, axis_index, step)
             gradients = attend_backward(gradient, q, key, value, out, lse, *arguments)
             along_q = along_q + gradients[0]
             key_gradients.add(step, *gradients[1:])
-        return along_q.to(q.dtype), *key_gradients.receive(k.dtype)
+        of_sink = [sink_gradient(gradient, out, lse, self.sink(rows))] if self.has_sink else []
+        return along_q.to(q.dtype), *key_gradients.receive(k.dtype), *of_sink
+
+    def sink(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return the sink, of operands after queries, keys and values."""
+        return rows[-2]
 
     def interval_arguments(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
         """Return the arguments of attention by interval after queries, keys and values."""
         first, last, *terms, starts = rows
+        terms = terms[:-1] if self.has_sink else terms
         runs = starts.index_select(0, torch.remainder(axis_index - step, self.axis_size).view(1)).view(-1)
         return first, last, runs, terms, self.scale, self.score
 
@@ -247,7 +256,8 @@ class KeyGradients:
 def operator(ring: Ring, operands: int) -> Any:
     """Return the operator `local::ring_attention(q, k, v, ..., axis_index) -> (out, lse)`, with its gradient.
 
-    After values come a mask, or bounds, score terms, the first positions of key runs, and hops if the ring has a row.
+    After values come a mask, or bounds, score terms, a sink, the first positions of key runs, and hops if the ring has
+    a row.
     """
     split = -1 if ring.row is not None else None
 
@@ -268,18 +278,21 @@ def operator(ring: Ring, operands: int) -> Any:
             return ring.interval_backward(gradient, q, k, v, rows[:split], rows[-1], out, lse, axis_index)
         return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, axis_index)
 
-    inputs_count = operands + 1
+    inputs_count, travels = operands + 1, ring.axis_size > 1
     op = define("local", "ring_attention", run, inputs_count, 2)
-    back = define("local", "ring_attention_backward", run_backward, inputs_count + 3, 3)
-    remember(op, run, communicates=True)
-    remember(back, run_backward, communicates=True)
+    back = define("local", "ring_attention_backward", run_backward, inputs_count + 3, 3 + ring.has_sink)
+    remember(op, run, communicates=travels)
+    remember(back, run_backward, communicates=travels)
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(*inputs, *output)
 
     def differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple:
-        gradients = back(*ctx.saved_tensors, gradient)
-        return (*gradients, *[None] * (inputs_count - 3))
+        gradients = list(back(*ctx.saved_tensors, gradient))
+        result: list[Tensor | None] = [*gradients[:3], *[None] * (inputs_count - 3)]
+        if ring.has_sink:  # before the first positions of key runs, hops, and the rank's place
+            result[-4 if ring.row is not None else -3] = gradients[3]
+        return tuple(result)
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
     return op

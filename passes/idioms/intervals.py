@@ -160,14 +160,14 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
 
 def insert(attention: Attention, bounds: Bounds, ctx: ir.Context) -> None:
     """Replace an attention's result by attention by interval."""
-    leaves, example = [term.node for term in attention.terms], ir.example(attention.result)
-    kind = wide_dtype(ir.example(attention.q).dtype)
+    sinks, example = [attention.sink] if attention.sink else [], ir.example(attention.result)
+    leaves, kind = [x.node for x in (*attention.terms, *sinks)], wide_dtype(ir.example(attention.q).dtype)
 
     def body(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *values: Tensor) -> Tensor:
         leaf_values = LeafValues(dict(zip(leaves, values)), q.device)
-        terms = [term.align(leaf_values).to(kind) for term in attention.terms]
+        terms, last_keys = ([x.align(leaf_values).to(kind) for x in part] for part in (attention.terms, sinks))
         k = k.transpose(-1, -2) if attention.turned else k
-        out = interval_attention(q, k, v, first, last, terms, attention.scale, attention.score)
+        out = interval_attention(q, k, v, first, last, terms, last_keys, attention.scale, attention.score)
         return laid_out_as(example, out).to(example.dtype)
 
     out = Editor.before(attention.result, ctx).trace(

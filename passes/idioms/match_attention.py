@@ -7,12 +7,15 @@ is attention of scale 0.125 under `mask` with the score function "tanh(s / 50.0)
 takes the score, the key's position, numbers, and terms: values that do not vary along keys, such as slopes of heads
 (ALiBi) or the query's own position. It is computed in fp32, or in fp64 if queries are fp64, whatever the model does.
 Attention is left as it is if a term may need a gradient, if a bias varies over pairs, or if the softmax has more
-columns than keys.
+columns than keys, but for one last column of sinks, which do not vary along keys (gpt-oss):
+
+    scores = cat([x, sinks], -1); softmax(scores - max(scores))[..., :-1] @ v
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +58,7 @@ class Attention:
     masks: list[tuple[fx.Node, bool]] = field(default_factory=list)
     zeroed: bool = False
     terms: list[Source] = field(default_factory=list)
+    sink: Source | None = None
 
 
 def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
@@ -65,8 +69,9 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
     x, dim, *_ = softmax.args
     if ir.example(softmax).dim() != RANK or int(dim) % RANK != RANK - 1:  # type: ignore[arg-type]
         return None
-    matmul = matmul_above(x)  # type: ignore[arg-type]
-    result = matmul_below(softmax)
+    x, sink = without_sink(x)  # type: ignore[arg-type]
+    matmul = matmul_above(x)
+    result = matmul_below(softmax, sink is not None)
     if matmul is None or result is None:
         return None
     scored, scale = find_scale(matmul)
@@ -76,9 +81,11 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
     attention = Attention(result, q, k, v, scale, turned=straight is None)  # type: ignore[arg-type]
     check_kinds(attention)
     scores = Scores(scored, differentiable)
-    attention.score = bare(scores.read(as_source(x), 0))  # type: ignore[arg-type]
+    attention.score = bare(scores.read(as_source(x), 0))
     attention.score = "" if attention.score == "s" else attention.score
     attention.masks, attention.terms = list(dict.fromkeys(scores.masks)), scores.terms
+    if sink is not None:  # a query that sees no key sees the sink, whose value is zero
+        attention.sink, attention.zeroed = look_under(as_source(sink)), True
     if scores.guards:
         attention.result, attention.zeroed = result_after_guards(attention, scores.guards), True
     return attention
@@ -114,15 +121,53 @@ def matmul_above(x: fx.Node) -> fx.Node | None:
     return matmuls[0] if len(matmuls) == 1 else None
 
 
-def matmul_below(softmax: fx.Node) -> fx.Node | None:
-    """Return the matmul of the softmax with values, None if there is none."""
-    node = softmax
+def without_sink(x: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return the scores of keys, and the sinks that were joined to them, None if there are none.
+
+    If the largest score of each query was subtracted, they are those before it, which changes no softmax.
+    """
+    node = x
+    while node.target in (*COPIES, *CASTS):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is aten.sub.Tensor and is_largest(node.args[1], node.args[0]):
+        x = node = node.args[0]  # type: ignore[assignment]
+    if node.target is not aten.cat.default or len(node.args) != 2 or int(node.args[1]) % RANK != RANK - 1:  # type: ignore[call-overload]
+        return x, None
+    parts: Any = node.args[0]
+    if len(parts) != 2 or ir.example(parts[1]).shape[-1] != 1 or ir.example(parts[0]).shape[-1] == 1:
+        return x, None
+    return parts[0], parts[1]
+
+
+def is_largest(x: Any, scores: Any) -> bool:
+    """Return True if a value is the largest of each query's scores."""
+    if isinstance(x, fx.Node) and x.target is operator.getitem and x.args[1] == 0:
+        x = x.args[0]
+    if not isinstance(x, fx.Node) or x.target not in (aten.max.dim, aten.amax.default) or x.args[0] is not scores:
+        return False
+    dims = x.args[1] if isinstance(x.args[1], (list, tuple)) else [x.args[1]]
+    return [int(dim) % RANK for dim in dims] == [RANK - 1]  # type: ignore[call-overload]
+
+
+def drops_last_column(node: fx.Node, columns: int) -> bool:
+    """Return True if a slice keeps all entries of the last dim but the last one."""
+    _, dim, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    kept = range(columns)[slice(start, end, step)]  # type: ignore[misc]
+    return int(dim) % RANK == RANK - 1 and kept == range(columns - 1)  # type: ignore[call-overload]
+
+
+def matmul_below(softmax: fx.Node, has_sink: bool) -> fx.Node | None:
+    """Return the matmul of the softmax, or of its columns but that of a sink, with values; None if there is none."""
+    node, columns = softmax, ir.example(softmax).shape[-1]
     while len(node.users) == 1:
         (user,) = node.users
         if user.target is aten.matmul.default and user.args[0] is node:
             return user
         if user.target in (aten.native_dropout.default, aten.dropout.default) and user.args[1]:
             raise NotAnInterval("dropout draws a random number for each pair")
+        if user.target is aten.slice.Tensor and has_sink and drops_last_column(user, columns):
+            node = user
+            continue
         if user.target is aten.slice.Tensor:
             raise NotAnInterval("its softmax has columns that are not keys")
         if user.target not in (*COPIES, *CASTS, aten.dropout.default):

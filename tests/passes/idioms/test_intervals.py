@@ -81,7 +81,17 @@ def sloped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return torch.where(visible, scores.softmax(-1) @ v, 0.0)
 
 
-SCORED = {"soft-cap": soft_capped, "ALiBi": sloped}
+def sunk(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, sinks: Tensor) -> Tensor:
+    """Compute attention with a learned sink per head as gpt-oss writes it; some queries see the sink alone."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    mask = of_documents(q.shape[2], ids) & (ids % 3 > 0)[:, None, :, None]
+    scores = torch.matmul(q, k.mT) * 0.3 + torch.where(mask, torch.zeros((), dtype=F64), torch.finfo(F64).min)
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], -1)
+    weights = F.softmax(scores - scores.max(-1, keepdim=True).values, -1, dtype=F64)[..., :-1]
+    return F.dropout(weights, 0.0) @ v
+
+
+SCORED = {"soft-cap": soft_capped, "ALiBi": sloped, "sinks": sunk}
 FORMS = (*MASKS, *SCORED)
 
 
@@ -92,13 +102,16 @@ def captured(form: str, heads: str, size: int) -> Function:
     arguments = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
     units = [torch.ones(x.shape, dtype=torch.int64) for x in arguments]
 
-    def run(q, k, v, ids, *units):
+    def run(q, k, v, ids, *others):
+        *sinks, units = (others[0], others[1:]) if form == "sinks" else (others,)
         q, k, v = (x * unit for x, unit in zip((q, k, v), units))
         if form in SCORED:
-            return SCORED[form](q, k, v, ids)
+            return SCORED[form](q, k, v, ids, *sinks)
         return F.scaled_dot_product_attention(q, k, v, MASKS[form](size, ids), enable_gqa=h != g, scale=0.3)
 
-    return by_interval(capture(run, [*arguments, documents(size), *units], Mesh(), weights=(0, 1, 2)))
+    sinks = [random(h) * 2] if form == "sinks" else []
+    weights = (0, 1, 2, 4) if sinks else (0, 1, 2)
+    return by_interval(capture(run, [*arguments, documents(size), *sinks, *units], Mesh(), weights=weights))
 
 
 def by_interval(function: Function) -> Function:
@@ -117,7 +130,9 @@ LAYOUTS = {
 def run_case(method: str, form: str, heads: str, size: int, ranks: int, layout: str) -> ir.Report:
     function = on(Mesh.of({"cp": ranks}), captured(form, heads, size), LAYOUTS[layout](ranks))
     tensors = function.values[1:]
-    placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 4, 5, 6)}
+    placed = {i: sequence(tensors[i]) for i in (0, 1, 2, *range(len(tensors) - 3, len(tensors)))}
+    if form == "sinks":
+        placed[4] = Spec.whole(tuple(tensors[4].shape))
     placed[3] = Spec.whole(tuple(tensors[3].shape)) if form == "prefix" else along_last(tensors[3])
     return check(function, placed, TOLERANCE, context=method)
 

@@ -62,6 +62,7 @@ READ = {  # change, masked -> scale, score, terms
     "divided": (lambda x: x / 2, filled, (0.5, "", 0)),
     "capped": (lambda x: torch.tanh(x * 0.5 / 3) * 3, added, (0.5, "tanh(s / 3.0) * 3.0", 0)),
     "twice a number": (lambda x: x * 0.5 * 3, added, (0.5, "s * 3.0", 0)),
+    "shifted": (lambda x: x * 0.5, lambda x: (y := filled(x)) - y.amax(-1, True), (0.5, "", 0)),
     "used twice": (lambda x: torch.tanh(x) + x, filled, (1.0, "tanh(s) + s", 0)),
     "far keys": (lambda x: x * 0.5 - 0.125 * apart().abs(), filled, (0.5, "s - (abs(t0 - j) * 0.125)", 1)),
     "later keys": (lambda x: x + torch.arange(-20, SIZE)[-SIZE - 2 : -2] * 0.125, filled, (1.0, "s + ((j - 2) * 0.125)", 0)),
@@ -76,9 +77,25 @@ def test_scores_are_read(name):
     assert report.counts == {"attention_by_interval": 1}, report.notes
     program = function.program
     (node,) = (node for node in program.calls() if node.target is interval_attention)
-    assert node.args[6:] == (scale, score) and len(node.args[5]) == terms
+    assert node.args[6:] == ([], scale, score) and len(node.args[5]) == terms
     assert not any("softmax" in str(node.target) for node in program.calls())
     assert ir.example(node.args[1]).shape[1] == 2  # keys' own heads
+    check(function, {}, TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 1, 1), (2, 4, 1, 1), (4, SIZE, 1)], ids=str)
+@pytest.mark.parametrize("shift", [lambda x: x, lambda x: x - x.amax(-1, True), lambda x: x - x.max(-1, keepdim=True).values])
+def test_sinks_are_read_and_keep_their_gradient(shift, shape):
+    def attention(q, k, v, sinks):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = torch.cat([filled(q @ k.mT * 0.5), sinks.expand(2, 4, SIZE, 1)], -1)
+        return shift(scores).softmax(-1)[..., :-1] @ v
+
+    function, report = reading(attention, random(*shape))
+    assert report.counts == {"attention_by_interval": 1}, report.notes
+    (node,) = (node for node in function.program.calls() if node.target is interval_attention)
+    assert len(node.args[6]) == 1 and node.args[7:] == (0.5, "")
+    assert not any("softmax" in str(node.target) for node in function.program.calls())
     check(function, {}, TOLERANCE)
 
 
@@ -88,8 +105,12 @@ LEFT = {
     "a query that might see nothing": (
         lambda q, k, v: plain(q, k, v, lambda x: x, lambda x: x.masked_fill(apart() <= 0, LOW)), "might see no key",
     ),
-    "a sink": (
-        lambda q, k, v: torch.cat([filled(q @ k.repeat_interleave(2, 1).mT), q[..., :1]], -1).softmax(-1)[..., :-1]
+    "two columns of sinks": (
+        lambda q, k, v: torch.cat([filled(q @ k.repeat_interleave(2, 1).mT), q[..., :2]], -1).softmax(-1)[..., :-2]
+        @ v.repeat_interleave(2, 1), "columns that are not keys",
+    ),
+    "a sink that is a key": (
+        lambda q, k, v: torch.cat([filled(q @ k.repeat_interleave(2, 1).mT), q[..., :1]], -1).softmax(-1)[..., 1:]
         @ v.repeat_interleave(2, 1), "columns that are not keys",
     ),
 }  # fmt: skip
@@ -123,7 +144,10 @@ def test_dropout_of_weights_stays():
 
 SHAPE = {**zoo.COMMON, "num_attention_heads": 4, "num_key_value_heads": 2}
 CAPPED = {**SHAPE, "head_dim": 12, "sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 12}
+SUNK = {**SHAPE, "head_dim": 12, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}  # fmt: skip
 MODELS = {
+    "gpt_oss": lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**SUNK)),
     "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**CAPPED, attn_implementation="eager")),
     "mpt": lambda: tf.MptForCausalLM(tf.MptConfig(vocab_size=zoo.VOCAB, d_model=48, n_layers=2, n_heads=4, max_seq_len=32)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE, attn_implementation="eager")),
