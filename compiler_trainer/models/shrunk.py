@@ -19,9 +19,8 @@ SIZES: dict[int, str] = {
         shared_expert_intermediate_size shared_intermediate_size dense_intermediate_size dim_ff dff d_inner
         moe_shared_expert_intermediate_size intermediate_size_mlp feed_forward_size expert_ffn_hidden_size
         shared_experts_intermediate_size""",
-    64: "mamba_d_ssm",
-    16: """qk_head_dim index_head_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size laurel_rank index_n_heads
-        indexer_n_heads""",  # with few heads, many scores of an indexer are 0, and selections fall by ties
+    16: """qk_head_dim index_head_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size laurel_rank hc_lowrank
+        index_n_heads indexer_n_heads""",  # with few heads, many scores are 0, and selections fall by ties
     5: "index_topk index_kpool index_block_size indexer_budget",  # keys that an indexer selects, of a block, and blocks
     8: """head_dim swa_head_dim global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim kv_channels dim_head d_head
         linear_key_head_dim linear_value_head_dim linear_head_dim indexer_head_dim mamba_d_head mamba_head_dim
@@ -35,7 +34,7 @@ SIZES: dict[int, str] = {
         num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k index_topk_blocks indexer_compress_ratio""",
     1: "n_group topk_group num_expert_group mamba_n_groups n_groups mamba_ngroups",
     VOCAB: """vocab_size decoder_vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_seq_len
-        n_ctx""",
+        n_ctx mamba_d_ssm""",
     WINDOW: "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
@@ -50,9 +49,11 @@ def shrunk(config: Any) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool) and value and name in SIZE_OF:
             is_alike = name in ("num_key_value_heads", "num_kv_heads") and value in (1, heads)
-            setattr(small, name, min(value, SIZE_OF["num_attention_heads"]) if is_alike else SIZE_OF[name])
+            setattr(small, name, min(value, SIZE_OF["num_attention_heads" if is_alike else name]))
             if name == "index_n_heads" and value == key_heads:  # an indexer's head for each key head
                 small.index_n_heads = SIZE_OF["num_key_value_heads"]
+        if hasattr(value, "to_dict"):
+            setattr(small, name, shrunk(value))
         if name.endswith("_token_id") and isinstance(value, int):
             setattr(small, name, min(value, VOCAB - 1))
     cut_layers(small)

@@ -44,15 +44,19 @@ def check(cfg: Config) -> Outcome:
     for option, dtype in (dtypes | {"optim.state": cfg.optim.state}).items():
         if dtype in ("bfloat16", "float16"):
             raise UserError(option, f"is {dtype}, whose rounding would hide an error; set it to null")
-    subject = subject_of(cfg)
-    mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
-    settings = Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)
+    subject, settings = subject_of(cfg), settings_of(cfg)
     try:
         draws_random = compare.draws(subject)
     except Exception as error:
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({message})") from error
     return compare_random(subject, settings) if draws_random else compare.compare(subject, settings)
+
+
+def settings_of(cfg: Config) -> Settings:
+    """Return the settings of a job for steps at its learning rate."""
+    mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
+    return Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)
 
 
 def compare_random(subject: Subject, settings: Settings) -> Outcome:

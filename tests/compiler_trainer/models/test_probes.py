@@ -28,7 +28,7 @@ APART_IN_NO_WAY = set("""bart bigbird_pegasus blenderbot blenderbot-small bloom 
 SEE_LATER = {"cpmant", "xlm", "xlnet"}
 OTHER_LOSS = {"prophetnet"}
 # Configs whose defaults give no model: mostly multimodal, or with sizes that only a published config has
-NOT_TRIED = set("""blt cohere_compass_text dbrx deepseek_v2 dots1 emu3 falcon_h1 gemma4_assistant git hunyuan_v1_dense hunyuan_v1_moe
+NOT_TRIED = set("""blt cohere_compass_text dbrx deepseek_v2 dots1 emu3 gemma4_assistant git hunyuan_v1_dense hunyuan_v1_moe
     lfm2_moe ministral mllama musicgen musicgen_melody nemotron phi4_multimodal qwen4_exp qwen4_exp_text reformer xmod zamba
     zamba2""".split())
 KINDS = sorted({kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}.items())

@@ -42,11 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in chosen:
         meshes = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
         missing = [mesh for mesh in meshes if (entry.name, mesh) not in known]
-        for record in judge_entry(options.table, entry, missing, options.limit):
+        module = ["tests.nightly.models.judge", options.table, entry.name]
+        for record in judged(module, entry.name, missing, options.limit):
             known[entry.name, record["mesh"]] = record
-            with options.results.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{entry.name} on {record['mesh']}: {record['verdict']} {record['why']}".rstrip(), flush=True)
+            append(options.results, record)
     if options.write:
         options.write.write_text(page(table, known))
     return int(any(known[key]["verdict"] == "wrong" for key in known if fnmatchcase(key[0], options.only)))
@@ -65,19 +64,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def judge_entry(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
-    """Yield the model's record on each mesh; start a new process after a time-out or a crash."""
+def judged(module: Sequence[str], name: str, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
+    """Yield the records that a module, with its arguments, prints of a model on each mesh.
+
+    After a time-out or a crash a new process goes on.
+    """
     remaining = list(meshes)
     while remaining:
-        command = [sys.executable, "-m", "tests.nightly.models.judge", table, entry.name, *remaining]
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", *module, *remaining]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=paths) as process:
             for mesh in tuple(remaining):
                 remaining.remove(mesh)
                 record, alive = next_record(process, limit_seconds)
-                yield {"model": entry.name, "mesh": mesh} | record
+                yield {"model": name, "mesh": mesh} | record
                 if not alive:
                     break
+
+
+def append(results: Path, record: Record) -> None:
+    """Append a record to a file as a line of JSON, and print it."""
+    with results.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"{record['model']} on {record['mesh']}: {record['verdict']} {record['why']}".rstrip(), flush=True)
 
 
 def next_record(process: subprocess.Popen[bytes], limit_seconds: float) -> tuple[Record, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from tests.nightly.models.case import MESHES, Entry
@@ -46,7 +46,7 @@ def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str
     if seldom:
         entries = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
         lines += ["", "Meshes on which few were run:", "", *verdicts(entries, known, seldom)]
-    return "\n".join([*lines, *reasons(judged, known)]) + "\n"
+    return "\n".join([*lines, *reasons([(entry.name, entry.meshes) for entry in judged], known)]) + "\n"
 
 
 def verdicts(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record], meshes: Sequence[str]) -> list[str]:
@@ -98,14 +98,14 @@ def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
     return ", ".join(sorted({name for record in records for name in record.get("gathered", ())}))
 
 
-def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
-    """Return the reasons of verdicts other than right: one row per reason, with its models."""
+def reasons(judged: Iterable[tuple[str, Sequence[str]]], known: Mapping[tuple[str, str], Record]) -> list[str]:
+    """Return the reasons of verdicts other than right on the meshes of models: a row per reason, with its models."""
     models: dict[tuple[str, str], dict[str, None]] = {}
-    for entry in judged:
-        for mesh in entry.meshes:
-            record = known.get((entry.name, mesh))
-            if record and record["verdict"] != "right":
+    for name, meshes in judged:
+        for mesh in meshes:
+            record = known.get((name, mesh))
+            if record and record["verdict"] in VERDICTS[1:]:
                 key = record["verdict"], record["why"].replace("|", "\\|")
-                models.setdefault(key, {})[entry.name] = None
+                models.setdefault(key, {})[name] = None
     rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(models.items())]
     return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []
