@@ -86,6 +86,7 @@ class Progress(Renewed):
             at, eval_loss = self.evaluated
             evaluated = f"  eval loss {eval_loss:.3f}" + (f" (step {at})" if at != step else "")
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+        speed += f"  {record['images_per_s']:,.1f} images/s" if "images_per_s" in record else ""
         mfu = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
         update = f"norm {record.get('grad_norm', nan):.3g}  lr {record['lr']:.2g}"
         loss = record.get("loss", nan)

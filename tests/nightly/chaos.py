@@ -61,7 +61,7 @@ STEPS = 24
 LOG_CHARACTERS = 4000  # characters of a rank's log to print
 LOG_S = 10.0
 PATIENCE_S = 120.0  # for ranks to end after one of them is gone
-MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # metrics that differ from run to run
+MEASURED = ("tokens_per_s", "images_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # metrics that differ from run to run
 FORK = multiprocessing.get_context("fork")  # saves the imports, which take longer than the runs
 
 

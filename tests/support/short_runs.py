@@ -30,7 +30,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.spec import Spec
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
-TIMES = ("tokens_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes", *RANKS)
+TIMES = ("tokens_per_s", "images_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes", *RANKS)
 
 
 def options(folder, steps=6, **changes):

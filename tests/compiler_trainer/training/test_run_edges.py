@@ -96,6 +96,7 @@ def test_the_time_left_is_known_after_a_rollback_before_the_start():
     for step in (101, 99, 100):
         progress.show({"step": step, **record})
         assert " left" in progress.line({"step": step, **record})
+    assert "  1 tokens/s  2.5 images/s  " in progress.line({"step": 100, "images_per_s": 2.5, **record})
 
 
 class Measured:

@@ -22,6 +22,11 @@ def test_flops_are_those_of_one_rank():
     assert result == {"tokens_per_s": 8000, "step_ms": 500.0, "tflops": pytest.approx(8000 / 4 * 1e6 / 1e12)}
 
 
+def test_images_are_those_of_all_rows():
+    cfg = replace(CFG, train=replace(CFG.train, global_batch_size=6), data=replace(CFG.data, images_per_row=2))
+    assert speed(cfg, flops_per_token=10**6, tokens=4000, step_s=0.5)["images_per_s"] == 24
+
+
 def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
     cfg = resolve_auto(CFG, on_gpu=True)
