@@ -60,9 +60,7 @@ FEATURES = {
         Feature("NaN rollback", "train.nonfinite=rollback", "tests/compiler_trainer/training/test_nonfinite.py"),
     ),
     "Precision": (
-        Feature(
-            "mixed precision (bf16)", "train.precision=bf16", "tests/passes/precision/test_cast.py", True
-        ),
+        Feature("mixed precision (bf16)", "train.precision=bf16", "tests/passes/precision/test_cast.py", True),
         Feature("float8", "train.precision=fp8", "tests/passes/precision/test_float8.py", True),
     ),
     "Memory": (
@@ -74,6 +72,11 @@ FEATURES = {
     ),
     "Training": (
         Feature("multi-token prediction", "model.mtp.layers=1", "tests/compiler_trainer/models/test_mtp.py"),
+        Feature(
+            "multi-token prediction of folders that have it",
+            "model=hf model.path=FOLDER model.mtp.weight=0.3",
+            "tests/compiler_trainer/models/test_mtp_of_folders.py",
+        ),
         Feature("models of transformers", "model=hf model.path=FOLDER", "tests/compiler_trainer/models/test_folder.py"),
         Feature(
             "models with linear attention, Mamba 2 and short convolutions, packed and over cp",

@@ -157,6 +157,17 @@ Head = Literal["lm", "score", "none"]
 
 
 @dataclass(frozen=True)
+class FolderMtpConfig:
+    """Multi-token prediction of a folder: train the layers of its files that predict the tokens after the next one.
+
+    Without, they are copied to exports as they are. DeepSeek-V3 and GLM-4.5 have such layers (`num_mtp_layers` in
+    config.json).
+    """
+
+    weight: PositiveFloat = 0.3  # weight of the mean of their losses; 0.3 and later 0.1 in DeepSeek-V3
+
+
+@dataclass(frozen=True)
 class FolderConfig:
     """A causal language model in transformers' format, with config.json, safetensors and a tokenizer (`model=hf`).
 
@@ -171,6 +182,7 @@ class FolderConfig:
     lora: LoraConfig | None = None
     quantize: Quantization | None = None  # store linear layers under LoRA, and experts, in 4 or 8 bits (QLoRA)
     head: Head = "lm"  # logits of tokens; scores, one for each of data.labels, or one for a reward; or hidden states
+    mtp: FolderMtpConfig | None = None
 
 
 def kind_of_time(value: Any) -> Any:

@@ -524,6 +524,21 @@ CHECKS: Checks = (
         "{c.model.quantize} stores frozen weights, and without model.lora all are trained; use recipe=qlora, or null",
     ),
     (
+        "model.mtp",
+        lambda c: not isinstance(c.model, FolderConfig) or c.model.mtp is None or not c.loss,
+        "predicts further tokens, which only the default loss does, next-token cross-entropy; leave out either",
+    ),
+    (
+        "model.mtp",
+        lambda c: not isinstance(c.model, FolderConfig) or c.model.mtp is None or c.model.lora is None,
+        "trains all weights of further layers, and model.lora adapters alone; leave out either",
+    ),
+    (
+        "model.mtp",
+        lambda c: not isinstance(c.model, FolderConfig) or c.model.mtp is None or not c.data.images_per_row,
+        "is for text alone, and data.images_per_row is {c.data.images_per_row}; leave out either",
+    ),
+    (
         "train.replica_check.action",
         lambda c: c.run.elastic or c.train.replica_check.action != "leave_out",
         "leave_out needs the other ranks to go on; set run.elastic=true, or use repair",

@@ -18,6 +18,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelConfig
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.skeleton import fill, skeleton
+from compiler_trainer.models.transformers_private import as_stored
 
 FORMS = "transformers' Llama, Qwen3, Mixtral, Qwen3-MoE or DeepSeek-V3"
 NAMES = {
@@ -179,15 +180,18 @@ def has_form_of_further(cfg: ModelConfig) -> bool:
     return cfg.mtp is not None and cfg.experts is not None and form_of(cfg) == "DeepseekV3"
 
 
-def further_values(cfg: ModelConfig, module: nn.Module) -> dict[str, Tensor]:
-    """Return the layers of multi-token prediction as files of DeepSeek-V3 have them: as layers after the last one."""
+def further_values(cfg: ModelConfig, module: nn.Module, theirs: Any) -> dict[str, Tensor]:
+    """Return the layers of multi-token prediction as files of DeepSeek-V3 have them: as layers after the last one.
+
+    `theirs` is transformers' model.
+    """
     if not has_form_of_further(cfg):
         return {}
     assert cfg.mtp is not None and cfg.experts is not None
     ours = {as_layer(cfg, name): value for name, value in module.state_dict().items() if name.startswith("mtp.")}
     layers = range(cfg.n_layers, cfg.n_layers + cfg.mtp.layers)
     zeros = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": torch.zeros(cfg.experts.count) for i in layers}
-    return zeros | {name: part for whole, value in their_values(cfg, ours) for name, part in by_expert(whole, value)}
+    return as_stored(theirs, zeros | dict(their_values(cfg, ours)))
 
 
 def as_layer(cfg: ModelConfig, name: str) -> str:
@@ -195,18 +199,6 @@ def as_layer(cfg: ModelConfig, name: str) -> str:
     _, number, part = name.split(".", 2)
     last = part.replace("norm.", "last_norm.", 1) if part.startswith("norm.") else part.removeprefix("block.")
     return f"layers.{cfg.n_layers + int(number)}.{last}"
-
-
-def by_expert(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor, or the matrices of its experts, as files have them."""
-    owner, _, leaf = name.rpartition(".")
-    if not owner.endswith(".experts"):
-        yield name, value
-        return
-    for number, expert in enumerate(value):
-        parts = zip(("gate", "up"), expert.chunk(2)) if leaf == "gate_up_proj" else [("down", expert)]
-        for part, weight in parts:
-            yield f"{owner}.{number}.{part}_proj.weight", weight.contiguous()
 
 
 def their_values(cfg: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -28,9 +28,13 @@ from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widene
 from compiler_trainer.models.quantized import FORMATS, originals_in, quantize_weights, quantized_in, weights_of
 from compiler_trainer.models.skeleton import skeleton
 from compiler_trainer.models.transformers_private import (
+    Conversion,
     absent,
+    add_further_layers,
     balance_of_real_tokens,
     conversion_of,
+    conversion_of_further_layers,
+    further_layers,
     ignored,
     in_order,
     initialize,
@@ -41,6 +45,7 @@ from passes.ir.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
 ROWS = 4096  # compared at a time
+FURTHER = "mtp"  # the attribute of a model that holds its layers of multi-token prediction
 MAGNITUDE = ".lora_magnitude_vector."  # in the name of a length that DoRA trains
 # how peft renames what it adapts, and a head that it trains whole
 ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_module|\.modules_to_save\.default)\.")
@@ -109,7 +114,22 @@ def build_module(cfg: FolderConfig, labels: tuple[str, ...] = (), sees: bool = F
     if cfg.head == "score" and not hasattr(module, SCORE):
         problem = f"is of a {config.model_type}, whose sequence classification has no layer {SCORE!r}"
         raise UserError("model.path", f"{problem} after its last token; use another model")
+    if cfg.mtp is not None:
+        add_further(cfg, module)
     return module.train() if cfg.lora is None else adapted(module, cfg.lora, TASKS[cfg.head])
+
+
+def add_further(cfg: FolderConfig, module: Any) -> None:
+    """Add the layers of multi-token prediction to a model; raise UserError if its config.json has none."""
+    name = module.config.model_type
+    if not getattr(module.config, "num_mtp_layers", None):
+        problem = f"trains layers of multi-token prediction, but the {name} in {cfg.path} has none"
+        raise UserError("model.mtp", f"{problem} (num_mtp_layers in its config.json); set it to null")
+    try:
+        add_further_layers(module)
+    except Exception as error:  # any kind: transformers cannot build them
+        problem = f"transformers cannot build the layers of multi-token prediction of a {name}"
+        raise UserError("model.mtp", f"{problem} ({' '.join(str(error).split())}); set it to null") from error
 
 
 def set_labels(cfg: FolderConfig, config: Any, labels: tuple[str, ...]) -> None:
@@ -150,8 +170,8 @@ def adapted(module: nn.Module, lora: LoraConfig, task: str = TASKS["lm"]) -> nn.
         raise UserError("model.lora.targets", " ".join(str(error).split())) from error
 
 
-def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """Return all outputs of the model; `way` is how the model learns of documents (`documents.WAYS`)."""
+def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor], **options: bool) -> Any:
+    """Return the outputs of the model; `way` is how the model learns of documents (`documents.WAYS`)."""
     config = plain(model).config
     inputs = inputs_of(way, config, model, batch)
     with ExitStack() as stack:
@@ -159,7 +179,7 @@ def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         if getattr(config, "output_router_logits", False):
             is_real = batch["documents"] != PADDING_DOCUMENT
             stack.enter_context(balance_of_real_tokens(plain(model), is_real))
-        return model(input_ids=batch["tokens"], use_cache=False, **inputs)
+        return model(input_ids=batch["tokens"], use_cache=False, **inputs, **options)
 
 
 def recurrences_with_starts(way: str, batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -191,7 +211,11 @@ OUTPUTS = {"lm": logits, "score": scores, "none": hidden_states}  # by head
 
 def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the mean cross-entropy of the labels, as `cross_entropy`, plus the terms that transformers adds to it."""
-    out = outputs(way, model, batch)
+    return loss_of_outputs(model, outputs(way, model, batch), batch)
+
+
+def loss_of_outputs(model: nn.Module, out: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of a model's outputs as `loss_of`."""
     loss = cross_entropy(out.logits, batch["labels"])
     for weight, term in further_terms(plain(model), out):
         loss = loss + weight * term
@@ -356,7 +380,20 @@ def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
 
 def renamed(model: Any, stored: Mapping[str, Stored], expected: Mapping[str, Tensor]) -> dict[str, Stored]:
     """Return the folder's tensors by the module's names, joined where the module has several as one."""
-    conversion = conversion_of(model)
+    if not hasattr(model, FURTHER):
+        return converted_by(conversion_of(model), model, stored, expected)
+    prefix, own = f"{FURTHER}.", {name: stored[name] for name in unmatched(stored, further_layers(model))}
+    further = {name: value for name, value in stored.items() if name not in own}
+    inside = {name.removeprefix(prefix): meta for name, meta in expected.items() if name.startswith(prefix)}
+    values = converted_by(conversion_of_further_layers(model), model.get_submodule(FURTHER), further, inside)
+    by_name = {f"{prefix}{name}": value for name, value in values.items()}
+    return converted_by(conversion_of(model), model, own, expected) | by_name
+
+
+def converted_by(
+    conversion: Conversion, model: Any, stored: Mapping[str, Stored], expected: Mapping[str, Tensor]
+) -> dict[str, Stored]:
+    """Return tensors by the names that a conversion gives them."""
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
     values: dict[str, Stored] = {}
     parts: dict[str, dict[str, list[Stored]]] = {}
@@ -478,8 +515,6 @@ def adding(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "_activate_lora": activate})
 
 
-def build(
-    cfg: FolderConfig, dtype: torch.dtype | None, labels: tuple[str, ...] = (), sees: bool = False
-) -> nn.Module:
+def build(cfg: FolderConfig, dtype: torch.dtype | None, labels: tuple[str, ...] = (), sees: bool = False) -> nn.Module:
     """Return the skeleton of the folder's model."""
     return skeleton(partial(build_module, cfg, labels, sees), dtype)

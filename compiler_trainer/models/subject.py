@@ -26,7 +26,7 @@ from compiler_trainer.config.schema import (
     RolloutConfig,
 )
 from compiler_trainer.config.targets import name_of
-from compiler_trainer.models import distill, flops, folder, llama, user, vision
+from compiler_trainer.models import distill, flops, folder, further, llama, user, vision
 from compiler_trainer.models.grpo import grpo_loss
 from compiler_trainer.models.heads import LOSSES
 from compiler_trainer.models.init import initial_parameters
@@ -120,8 +120,9 @@ def with_teacher(base: Subject, cfg: Config) -> Subject:
         module=module,
         loss=partial(distill.distillation_loss, base.logits, teacher.logits, cfg.loss),
         initial=lambda: chain(base.initial(), distill.named(teacher.initial())),
-        flops_per_token=lambda length: base.flops_per_token(length)
-        + flops.forward_of_folder(config, teacher.module, length),
+        flops_per_token=lambda length: (
+            base.flops_per_token(length) + flops.forward_of_folder(config, teacher.module, length)
+        ),
         remarks=(*base.remarks, *teacher.remarks),
         teacher=frozenset(f"model.{name}" for name in distill.state_names(module)),
     )
@@ -165,7 +166,7 @@ def of_folder(model: FolderConfig, cfg: Config, dtype: torch.dtype, sees: bool =
     return Subject(
         name=f"{config.model_type} in {cfg.model.path}",  # type: ignore[union-attr]
         module=module,
-        loss=partial(folder.loss_of, way),
+        loss=partial(further.loss_of, way, model.mtp.weight) if model.mtp else partial(folder.loss_of, way),
         logits=partial(folder.OUTPUTS[model.head], way),
         initial=lambda: folder.initial(stored, module, cfg.train.seed),
         flops_per_token=partial(flops.of_folder, text, module),

@@ -6,7 +6,7 @@ Checked with transformers 5.23; pyproject.toml bounds the version.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -62,8 +62,12 @@ def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
 
 def conversion_of(model: Any) -> Conversion:
     """Return the conversion of a model that transformers built."""
+    return parted(import_module("transformers.conversion_mapping").get_model_conversion_mapping(model))
+
+
+def parted(entries: Sequence[Any]) -> Conversion:
+    """Return the conversion that consists of these entries of transformers."""
     kind = import_module("transformers.core_model_loading").WeightConverter
-    entries = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     return Conversion([e for e in entries if not isinstance(e, kind)], [e for e in entries if isinstance(e, kind)])
 
 
@@ -80,13 +84,52 @@ def ignored(model: Any) -> list[str]:
     stored = model.state_dict()
     computed = [name.split(".")[-2:] for name, _ in model.named_buffers() if name not in stored]
     patterns = {rf"(^|\.){re.escape('.'.join(ending))}$" for ending in computed}
-    return [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *further_layers(model), *patterns]
+    further = model.mtp._keys_to_ignore_on_load_unexpected if hasattr(model, "mtp") else further_layers(model)
+    return [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *further, *patterns]
 
 
 def further_layers(model: Any) -> list[str]:
     """Return patterns of the stored names of multi-token prediction: layers after the last one of the model."""
     layers, further = (getattr(model.config, name, None) or 0 for name in ("num_hidden_layers", "num_mtp_layers"))
     return [rf"^model\.layers\.{number}\." for number in range(layers, layers + further)]
+
+
+def add_further_layers(model: Any) -> None:
+    """Give a model, as `model.mtp`, the layers of multi-token prediction that transformers keeps beside it.
+
+    The embeddings, the head and the rotary embeddings that they use stay those of the model, under their names there.
+    """
+    further = import_module("transformers.modeling_layers").MtpModel(model, model.config.num_mtp_layers)
+    for name in ("embed_tokens", "shared_head", "rotary_emb"):
+        shared = getattr(further, name)
+        vars(further)["_modules"].pop(name, None)
+        object.__setattr__(further, name, shared)
+    object.__setattr__(further, "_init_weights", model._init_weights)  # of whose kind its layers are
+    model.mtp = further
+
+
+def conversion_of_further_layers(model: Any) -> Conversion:
+    """Return the conversion of the stored tensors of `model.mtp`."""
+    return parted(model.mtp.get_weight_conversions(model))
+
+
+def without_further_layers(model: Any) -> dict[str, Tensor]:
+    """Take `model.mtp` off a model, and return its tensors by their stored names: as layers after the last one."""
+    further, layers = vars(model)["_modules"].pop("mtp", None), model.config.num_hidden_layers
+    if further is None:
+        return {}
+    own = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+    tensors = {}
+    for name, tensor in further.state_dict().items():
+        _, number, part = name.split(".", 2)
+        start = next((start for start in own if part.startswith(start)), "")
+        tensors[f"model.layers.{layers + int(number)}.{own.get(start, '')}{part.removeprefix(start)}"] = tensor
+    return as_stored(model, tensors)
+
+
+def as_stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors, by the names that modules give them, as the files of a model have them."""
+    return import_module("transformers.core_model_loading").revert_weight_conversion(model, tensors)
 
 
 def absent(model: Any) -> list[str]:

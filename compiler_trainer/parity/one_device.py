@@ -56,9 +56,9 @@ def looped(model: Model) -> Model:
 def on_one_device(model: Model) -> Model:
     """Return a copy of the model that eager PyTorch can train."""
     model = looped(model)
-    published: Any = plain(model)
-    if hasattr(published, "set_experts_implementation"):  # of transformers
-        published.set_experts_implementation("eager")
+    for part in plain(model).modules():
+        if hasattr(part, "set_experts_implementation"):  # of transformers
+            part.set_experts_implementation("eager")
     if isinstance(model, Llama) and model.cfg.attention == "documents":
         forward = model.forward
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
-from compiler_trainer.models.decoders import as_transformers, form_of, further_values
+from compiler_trainer.models.decoders import as_transformers, form_of, further_values, has_form_of_further
 from compiler_trainer.models.float8 import FLOAT8, to_float8
-from compiler_trainer.models.folder import CLASSES, SEEING, library, plain
+from compiler_trainer.models.folder import CLASSES, SEEING, library, plain, unmatched
 from compiler_trainer.models.gguf.architectures import architecture_of, is_read
 from compiler_trainer.models.gguf.file import TYPES, is_gguf, write_gguf
 from compiler_trainer.models.merge import merged, save
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.sampling import ends_answers
-from compiler_trainer.models.weights import INDEX, ONE_FILE
+from compiler_trainer.models.transformers_private import further_layers, without_further_layers
+from compiler_trainer.models.weights import INDEX, ONE_FILE, stored_in
 from compiler_trainer.runs.check_export import check_export_alone, config_of_run
 from compiler_trainer.runs.saved import trained_model
 
@@ -48,9 +50,7 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jin
 END = "<|endoftext|>"  # a byte tokenizer's end of document
 
 
-def export(
-    cfg: Config, out: Path, dtype: str | None, merge: bool, averaged: bool = False, check: bool = False
-) -> str:
+def export(cfg: Config, out: Path, dtype: str | None, merge: bool, averaged: bool = False, check: bool = False) -> str:
     """Write the newest checkpoint of a run as a folder, or as a file OUT.gguf; return a sentence on how to load it.
 
     `dtype` is the dtype of the weights, one of `DTYPES` or, in a GGUF file, of its `TYPES` (None: `train.dtype`). For a
@@ -139,11 +139,10 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         end = tokenizer_of(cfg.data).end_of_document
         model.config.eos_token_id = model.generation_config.eos_token_id = end
         save(model.to(dtype), out)
-        further = {name: converted(value, dtype) for name, value in further_values(cfg.model, module).items()}
-        add_tensors(out, further)
+        add_tensors(out, further_values(cfg.model, module, model), dtype)
         write_tokenizer(cfg, out)
         name_end(out, end)
-        left_out = LEFT_OUT if cfg.model.mtp is not None and not further else ""
+        left_out = "" if cfg.model.mtp is None or has_form_of_further(cfg.model) else LEFT_OUT
         return f"{loaded_by_transformers(out, CLASSES['lm'])}{left_out}"
     shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
     tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
@@ -151,11 +150,12 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
     return f"load it with model.load_state_dict(safetensors.torch.load_file({str(out / ONE_FILE)!r}))"
 
 
-def add_tensors(out: Path, tensors: dict[str, Tensor]) -> None:
+def add_tensors(out: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
     """Write further tensors into a folder that transformers wrote; in a folder with an index, as one more file."""
     index = out / INDEX
     if not tensors:
         return
+    tensors = {name: converted(value, dtype).contiguous() for name, value in tensors.items()}
     if index.is_file():
         save_file(tensors, out / FURTHER, {"format": "pt"})
         listed = json.loads(index.read_text(encoding="utf-8"))
@@ -183,7 +183,9 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         set_padding(cfg, plain(module).config)
     if isinstance(cfg.loss, EmbedConfig) and (merge or not cfg.model.lora):
         write_pooling(cfg.loss, plain(module).config.hidden_size, cfg.train.seq_len, out)
+    further = further_tensors(cfg.model, module, Path(local_path)) if merge or not cfg.model.lora else {}
     save(module.to(dtype), out)
+    add_tensors(out, further, dtype)
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(local_path).rglob("*")):
         name = file.relative_to(local_path)
@@ -191,6 +193,21 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
         if file.is_file() and is_copied(name) and is_kept and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(file, out / name)
+
+
+def further_tensors(cfg: FolderConfig, module: Any, base: Path) -> dict[str, Tensor]:
+    """Return the layers of multi-token prediction as files have them, and take them off the module.
+
+    Those that were not trained are those of the model that training started from, if it has any.
+    """
+    model = plain(module)
+    if cfg.mtp is not None:
+        return without_further_layers(model)
+    if cfg.head != "lm" or cfg.init != "weights":
+        return {}
+    stored = stored_in(base)
+    others = set(unmatched(stored, further_layers(model)))
+    return {name: value[()] for name, value in stored.items() if name not in others}
 
 
 def write_pooling(loss: EmbedConfig, features: int, seq_len: int, out: Path) -> None:

@@ -133,7 +133,7 @@ def test_an_export_has_the_layers_of_transformers(is_sharded, bias_rate, tmp_pat
     theirs = as_transformers(sizes, model)
     assert theirs.config.num_mtp_layers == 2
     theirs.save_pretrained(tmp_path, max_shard_size="20KB" if is_sharded else "1GB")
-    add_tensors(tmp_path, further_values(sizes, model))
+    add_tensors(tmp_path, further_values(sizes, model, theirs))
     cfg = FolderConfig(str(tmp_path))
     assert folder.stored_values(cfg, folder.build(cfg, None))  # which has no such layers
     monkeypatch.setattr(type(theirs), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[23]\."])  # 61 in theirs
@@ -150,7 +150,8 @@ def test_an_export_has_the_layers_of_transformers(is_sharded, bias_rate, tmp_pat
 
 def test_a_decoder_of_another_form_is_exported_without_them():
     model = llama(n_layers=2, mtp=MtpConfig(1))
-    assert not further_values(model.cfg, model) and as_transformers(model.cfg, model).config.num_hidden_layers == 2
+    theirs = as_transformers(model.cfg, model)
+    assert not further_values(model.cfg, model, theirs) and theirs.config.num_hidden_layers == 2
 
 
 def test_its_work_is_counted():
