@@ -71,7 +71,8 @@ def test_two_processes_train_as_one_and_any_of_them_may_end_the_run(tmp_path):
         runs.append(trained(tmp_path / str(ranks), ranks))
     (one, sums, _), (two, sums_of_ranks, output) = runs
     assert two == pytest.approx(one, abs=1e-5) and len(two) == 3
-    assert len(sums_of_ranks) == 2 and sums_of_ranks == pytest.approx([sums[0]] * 2, rel=1e-6)
+    assert len(sums_of_ranks) == 2, output
+    assert sums_of_ranks == pytest.approx([sums[0]] * 2, rel=1e-6)
     assert "ended after step 3 of 6: a callback on another rank requested it" in output
     averages = [checkpoint.read_averaged(tmp_path / ranks / "run/checkpoints/step_00000003") for ranks in "12"]
     for name, value in averages[0].items():
