@@ -253,11 +253,11 @@ def test_a_mesh_trains_terms_of_experts_as_one_rank_does(model, kind, name, mesh
         step = compile_lockstep(copy.deepcopy(module), loss_of_tokens, batches[0], axes, {"name": "sgd"}, initial=iter(initial.items()))
         results.append(([m["loss"] for m in train_step(step, batches)], step.state_dict()))
     (losses, state), (others, other_state) = results
-    assert others == pytest.approx(losses, abs=1e-10)
+    assert others == pytest.approx(losses, abs=1e-8)  # routers and norms compute in fp32
     trained = [key for key in state if ".lora_" in key]
     assert any(".experts." in key for key in trained) == (kind == "mixtral")
     for key in trained:
-        torch.testing.assert_close(other_state[key], state[key], atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(other_state[key], state[key], atol=1e-8, rtol=1e-8)
 
 
 def test_terms_are_added_to_unpacked_experts_as_peft_adds_them(model):
