@@ -82,6 +82,7 @@ print(trainer.run.step.state["optim.step"].local[0].item())
 """
 
 
+@pytest.mark.full
 def test_a_caller_stops_training_from_another_thread(tmp_path):
     done = subprocess.run([sys.executable, "-c", STOPPED], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()

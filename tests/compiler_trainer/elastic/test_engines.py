@@ -112,6 +112,7 @@ def test_launch_inside_tasks_of_srun_is_refused(monkeypatch):
         launch.main(["optim.lr=1"])
 
 
+@pytest.mark.full
 def test_tasks_of_srun_train_one_run(tmp_path):
     """Without torchrun, each of the two would otherwise train the whole job alone."""
     job = ["model.dim=16", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "train.seq_len=16", "train.global_batch_size=4", "train.steps=2",

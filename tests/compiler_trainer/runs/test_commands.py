@@ -143,6 +143,7 @@ def test_every_verb_reads_the_best_checkpoint_or_one_that_is_named(run, tmp_path
     assert run("generate", folder, "--checkpoint", "best", "--tokens", "3") == run("generate", folder, "--checkpoint", path, "--tokens", "3")
 
 
+@pytest.mark.full
 def test_without_held_out_losses_there_is_no_best_checkpoint(run, trained):
     assert "no checkpoint in" in run("export", trained("decoder"), "nowhere", "--checkpoint", "best")
 

@@ -65,6 +65,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 def test_another_job_is_refused_with_what_differs(tmp_path, capsys):
     assert call("compile", *SMALL, "cluster=cpu", "--out", tmp_path / "made") == 0
     for option, differs in OTHERS.items():

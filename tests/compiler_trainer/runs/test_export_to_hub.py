@@ -41,6 +41,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(export, "trained_model", lambda *_: pytest.fail("the export began"))
 
 
+@pytest.mark.full
 def test_a_repository_gets_the_files_of_a_folder_and_a_card(run, hub, tmp_path, capsys):
     assert call("export", run, tmp_path / "out") == 0
     assert call("export", run, "hub:me/tiny") == 0

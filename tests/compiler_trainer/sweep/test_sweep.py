@@ -241,6 +241,7 @@ def test_each_point_has_checkpoints_of_its_own(sweep, trainer):
     assert trainer.places == [("kept/0", "memory://kept/0"), ("kept/1", "memory://kept/1")]
 
 
+@pytest.mark.full
 def test_an_interrupted_point_resumes_from_its_checkpoints(sweep):
     sweep("optim.lr=0.5")
     Path("s/0", FILE).write_text(json.dumps({**read(Path("s/0")), "status": "running"}))
