@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-VOCAB, POSITIONS, WINDOW = 64, 64, 6
+VOCAB, POSITIONS, WINDOW, FEW = 64, 64, 6, 2
 LARGEST = 30_000_000  # most parameters of a small model
 SIZES: dict[int, str] = {
     32: """hidden_size d_model n_embd embedding_size word_embed_proj_dim embedding_dim emb_dim attention_hidden_size
@@ -30,7 +30,7 @@ SIZES: dict[int, str] = {
         swa_num_attention_heads num_decoder_attention_heads linear_num_value_heads linear_num_heads
         num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim encoder_layers
         num_encoder_layers""",
-    2: """num_key_value_heads swa_num_key_value_heads num_kv_heads num_query_groups linear_num_key_heads
+    FEW: """num_key_value_heads swa_num_key_value_heads num_kv_heads num_query_groups linear_num_key_heads
         num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k index_topk_blocks indexer_compress_ratio""",
     1: "n_group topk_group num_expert_group mamba_n_groups n_groups mamba_ngroups",
     VOCAB: """vocab_size decoder_vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_seq_len
@@ -49,7 +49,9 @@ def shrunk(config: Any) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool) and value and name in SIZE_OF:
             is_alike = name in ("num_key_value_heads", "num_kv_heads") and value in (1, heads)
-            setattr(small, name, min(value, SIZE_OF["num_attention_heads" if is_alike else name]))
+            is_count = is_alike or SIZE_OF[name] == FEW
+            size = SIZE_OF["num_attention_heads" if is_alike else name]
+            setattr(small, name, min(value, size) if is_count else size)
             if name == "index_n_heads" and value == key_heads:  # an indexer's head for each key head
                 small.index_n_heads = SIZE_OF["num_key_value_heads"]
         if hasattr(value, "to_dict"):
