@@ -27,7 +27,7 @@ python -m tests.nightly.architectures --jobs 2 --write docs/measured/architectur
 ```
 
 - documents: how documents in one row are kept apart, such that the logits of each are those that it has alone: by
-  positions that start again, by masks, or by states of recurrences that start again. Where there is no way, a run needs
+  positions that start again, by masks, or by states of recurrences that start again. If there is no way, a run needs
   `model.attention=causal`, with which a row is one text, and the other columns are of that.
 - {", ".join(f"{name} ({' '.join(options)})" for name, options in MESHES.items() if name != HALF)}: the largest
   difference, over the largest entry of its tensor. 1e-10 is allowed, and 2e-05 if the model computes parts in fp32.
