@@ -45,6 +45,11 @@ def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool
     return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
 
 
+def with_folder(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check of a job that holds if its model is no folder."""
+    return lambda cfg: not isinstance(cfg.model, FolderConfig) or holds(cfg)
+
+
 def evaluates_at_checkpoints(cfg: Config) -> bool:
     """Return True if every checkpoint has a validation loss."""
     saves, evaluates = cfg.checkpoint.interval, cfg.eval.interval
@@ -520,22 +525,22 @@ CHECKS: Checks = (
     ),
     (
         "model.quantize",
-        lambda c: not isinstance(c.model, FolderConfig) or c.model.quantize is None or c.model.lora is not None,
+        with_folder(lambda c: c.model.quantize is None or c.model.lora is not None),
         "{c.model.quantize} stores frozen weights, and without model.lora all are trained; use recipe=qlora, or null",
     ),
     (
         "model.mtp",
-        lambda c: not isinstance(c.model, FolderConfig) or c.model.mtp is None or not c.loss,
+        with_folder(lambda c: c.model.mtp is None or not c.loss),
         "predicts further tokens, which only the default loss does, next-token cross-entropy; leave out either",
     ),
     (
         "model.mtp",
-        lambda c: not isinstance(c.model, FolderConfig) or c.model.mtp is None or c.model.lora is None,
+        with_folder(lambda c: c.model.mtp is None or c.model.lora is None),
         "trains all weights of further layers, and model.lora adapters alone; leave out either",
     ),
     (
         "model.mtp",
-        lambda c: not isinstance(c.model, FolderConfig) or c.model.mtp is None or not c.data.images_per_row,
+        with_folder(lambda c: c.model.mtp is None or not c.data.images_per_row),
         "is for text alone, and data.images_per_row is {c.data.images_per_row}; leave out either",
     ),
     (

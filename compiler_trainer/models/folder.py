@@ -382,12 +382,12 @@ def renamed(model: Any, stored: Mapping[str, Stored], expected: Mapping[str, Ten
     """Return the folder's tensors by the module's names, joined where the module has several as one."""
     if not hasattr(model, FURTHER):
         return converted_by(conversion_of(model), model, stored, expected)
-    prefix, own = f"{FURTHER}.", {name: stored[name] for name in unmatched(stored, further_layers(model))}
-    further = {name: value for name, value in stored.items() if name not in own}
+    prefix, of_model = f"{FURTHER}.", {name: stored[name] for name in unmatched(stored, further_layers(model))}
+    further = {name: value for name, value in stored.items() if name not in of_model}
     inside = {name.removeprefix(prefix): meta for name, meta in expected.items() if name.startswith(prefix)}
     values = converted_by(conversion_of_further_layers(model), model.get_submodule(FURTHER), further, inside)
     by_name = {f"{prefix}{name}": value for name, value in values.items()}
-    return converted_by(conversion_of(model), model, own, expected) | by_name
+    return converted_by(conversion_of(model), model, of_model, expected) | by_name
 
 
 def converted_by(

@@ -118,12 +118,12 @@ def without_further_layers(model: Any) -> dict[str, Tensor]:
     further, layers = vars(model)["_modules"].pop("mtp", None), model.config.num_hidden_layers
     if further is None:
         return {}
-    own = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+    starts = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
     tensors = {}
     for name, tensor in further.state_dict().items():
         _, number, part = name.split(".", 2)
-        start = next((start for start in own if part.startswith(start)), "")
-        tensors[f"model.layers.{layers + int(number)}.{own.get(start, '')}{part.removeprefix(start)}"] = tensor
+        start = next((start for start in starts if part.startswith(start)), "")
+        tensors[f"model.layers.{layers + int(number)}.{starts.get(start, '')}{part.removeprefix(start)}"] = tensor
     return as_stored(model, tensors)
 
 

@@ -152,8 +152,8 @@ def is_largest(x: Any, scores: Any) -> bool:
 def drops_last_column(node: fx.Node, columns: int) -> bool:
     """Return True if a slice keeps all entries of the last dim but the last one."""
     _, dim, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
-    rest = range(columns)[slice(start, end, step)]  # type: ignore[misc]
-    return int(dim) % RANK == RANK - 1 and rest == range(columns - 1)  # type: ignore[call-overload]
+    kept_columns = range(columns)[slice(start, end, step)]  # type: ignore[misc]
+    return int(dim) % RANK == RANK - 1 and kept_columns == range(columns - 1)  # type: ignore[call-overload]
 
 
 def matmul_below(softmax: fx.Node, has_sink: bool) -> fx.Node | None:
