@@ -5,6 +5,10 @@
 
 Masks of pairs of tokens are made so from positions; in full, a mask of 131,072 tokens has 16 GiB. Only values that no
 weight affects are concerned: their gradients do not matter.
+
+    first = where(mask, i, 9).amin(1)                   [9], that one user reads whole, and another as [9@cp]
+
+A reduced value is cut even if users disagree: gathering it costs less than its operand in full on each rank.
 """
 
 from __future__ import annotations
@@ -51,8 +55,22 @@ def cuts_below(cuts: Cuts, atoms: Atoms) -> Iterator[Cuts]:
         yield {axis: d for axis, d in read.items() if d is not None}
 
 
+def is_reduced(atoms: Atoms) -> bool:
+    """Return True if the first result lacks a dim of an operand, so that it is much smaller."""
+    result = {name for dim in atoms.results[0] for name in dim}
+    return any(atoms.sizes[name] > 1 and name not in result for dims in atoms.operands for dim in dims for name in dim)
+
+
+def agreed(uses: list[Cuts], reduced: bool) -> Cuts:
+    """Return the cuts that all users share; of a reduced value, which is cheap to gather, those of any user."""
+    if reduced:
+        return {axis: dim for use in reversed(uses) for axis, dim in use.items()}
+    first, *others = uses
+    return {axis: dim for axis, dim in first.items() if all(use.get(axis) == dim for use in others)}
+
+
 def find_cuts(program: ir.Program, plan: Plan) -> dict[fx.Node, Cuts]:
-    """Return the cuts of values that all their users read cut in the same way, given a plan without cuts."""
+    """Return the cuts of values that their users read cut in the same way, given a plan without cuts."""
     free, cuts = free_of_weights(program), dict[fx.Node, Cuts]()
     uses: dict[fx.Node, list[Cuts]] = {node: [{}] for node in program.results()}
     for node in reversed(list(program.calls())):
@@ -60,10 +78,10 @@ def find_cuts(program: ir.Program, plan: Plan) -> dict[fx.Node, Cuts]:
             continue
         decision, operands = plan.decisions[node], tensor_operands(node)
         further: Iterable[Cuts] = [{} for _ in operands]
-        if node in free and (first := next(iter(uses.get(node, ())), None)):
+        if node in free and any(uses.get(node, ())):
             atoms = refine(decision.rule, [plan.current(n).dims for n in operands], range(len(operands)), program.mesh)
-            agreed = {a: d for a, d in first.items() if all(use.get(a) == d for use in uses[node])}
-            cuts[node] = {a: d for a, d in agreed.items() if atom_of(atoms, d, a)}
+            wanted = agreed(uses[node], is_reduced(atoms))
+            cuts[node] = {a: d for a, d in wanted.items() if atom_of(atoms, d, a)}
             further = cuts_below(cuts[node], atoms)
         for operand, needed, more in zip(operands, decision.operands, further):
             uses.setdefault(operand, []).append(cuts_of(plan.current(operand), needed, program.mesh) | more)
