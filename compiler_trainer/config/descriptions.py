@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import textwrap
@@ -87,11 +88,17 @@ def source_of(cls: type) -> dict[str, str]:
     """Return field -> its annotation in words, as written in the class or one that it inherits from."""
     annotations: dict[str, str] = {}
     for owner in owners(cls):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        (tree,) = ast.parse(textwrap.dedent(text_of(owner))).body
         assert isinstance(tree, ast.ClassDef)
         fields = [line for line in tree.body if isinstance(line, ast.AnnAssign)]
         annotations |= {ast.unparse(field.target): words(field.annotation) for field in fields}
     return annotations
+
+
+@functools.cache
+def text_of(cls: type) -> str:
+    """Return the source of a class."""
+    return inspect.getsource(cls)
 
 
 def owners(cls: type) -> list[type]:
@@ -143,7 +150,7 @@ def words_of_name(name: str) -> str:
 def comments(cls: type) -> dict[str, str]:
     """Return field -> the comment after it."""
     texts: dict[str, str] = dict.fromkeys((field.name for field in dataclasses.fields(cls)), "")
-    for line in (line for owner in owners(cls) for line in inspect.getsource(owner).splitlines()):
+    for line in (line for owner in owners(cls) for line in text_of(owner).splitlines()):
         name, _, annotation = line.strip().partition(":")
         if name in texts and "  # " in annotation:
             texts[name] = annotation.rpartition("  # ")[2]

@@ -30,6 +30,7 @@ def test_small_configs_have_a_model_without_dropout(kind):
     assert not any(value for name, value in vars(config).items() if isinstance(value, float) and "drop" in name)
 
 
+@pytest.mark.full
 def test_a_model_without_a_way_to_separate_documents_is_trained_on_one_text_a_row():
     of_documents, of_experts = judge.judge("rwkv", [judge.DOCUMENTS, "ep 2"])
     assert of_documents["verdict"] == "refused" and "neither positions nor masks separate documents" in of_documents["why"]

@@ -83,10 +83,10 @@ def test_each_machine_has_its_files_and_those_of_the_one_before(memories):
     assert all([p.name for p in checkpoint.complete(memories / machine)] == [STEP] for machine in "012")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("lost", "machines", "layout"), [
     ("1", [0, 0, 2], "three"), ("0", [1, 2], "two"), ("2", [0, 1, 0, 1], "hybrid"), ("0", [7, 1, 2, 7], "two axes, one dim"),
 ])
-@pytest.mark.sample(1)
 def test_a_lost_machine_is_read_from_its_neighbour(lost, machines, layout, copies):
     """Machine 7 is a new one, whose memory is empty."""
     shutil.rmtree(copies / lost)

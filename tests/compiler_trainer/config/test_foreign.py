@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,16 +66,18 @@ def options() -> set[str]:
     return named | {"model._target_", "loss._target_", "recipe"}
 
 
-def messages() -> Iterator[tuple[str, str]]:
-    """Yield the strings of the program that are not docstrings, with their places."""
-    root = Path(compiler_trainer.__file__).parents[1]
+@functools.cache
+def messages() -> list[tuple[str, str]]:
+    """Return the strings of the program that are not docstrings, with their places."""
+    root, strings = Path(compiler_trainer.__file__).parents[1], []
     for path in sorted([*root.glob("compiler_trainer/**/*.py"), *root.glob("passes/**/*.py")]):
         tree = ast.parse(path.read_text())
         bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
         docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                yield f"{path.relative_to(root)}:{node.lineno}", node.value
+                strings.append((f"{path.relative_to(root)}:{node.lineno}", node.value))
+    return strings
 
 
 def test_every_option_that_a_message_names_exists():
@@ -103,7 +105,8 @@ def test_every_choice_verb_and_page_that_a_message_names_exists():
 def test_every_answer_is_for_a_name_that_is_no_option_here():
     """Otherwise the answer would never be seen, or hide an option."""
     assert not [name for name in ANSWERS if name != name.lower() or "-" in name or "." in name]
-    assert not [name for name in VALUES if name not in options() | {*GROUPS, "recipe"}]
+    known = options() | {*GROUPS, "recipe"}
+    assert not [name for name in VALUES if name not in known]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_a_process_that_cannot_start_says_so_itself_and_the_job_goes_on(monkeypa
         pass
 
 
+@pytest.mark.full
 def test_a_job_on_the_smaller_mesh_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("COMPILER_TRAINER_SNAPSHOTS", str(tmp_path))

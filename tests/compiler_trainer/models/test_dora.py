@@ -48,7 +48,8 @@ def data(rows=5):
     return [{k: torch.randn(rows, 6, 10, dtype=torch.float64, generator=generator) for k in "xy"} for _ in range(3)]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"dp_shard": 3}, {"tp": 2}, {"tp": 3, "dp_shard": 2}, {"cp": 2}], ids=str)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 3}, {"tp": 3, "dp_shard": 2}, {"tp": 2}, {}, {"cp": 2}], ids=str)
 def test_steps_are_pefts(mesh):
     module = adapted()
     step = trained_alike(module, error, data(), mesh, {"name": "adamw"})

@@ -168,6 +168,7 @@ def gathered_bytes(name, mesh):
     return sum(ir.example(n).nbytes for n in program.calls() if kind_of(n) == "all_gather")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "bits"), [("nf4", 4.125), ("mxfp4", 4.25), ("nvfp4", 4.5), ("int8", 8.0)])
 def test_gathers_move_packed_bytes(name, bits):
     entries, gathers = 6 * 3 * D * WIDTH, 2  # with one expert of padding; in the forward and again in the backward
@@ -244,7 +245,7 @@ def token_batches(rows=5, length=9):
     ("mixtral", "nvfp4", {"dp_shard": 3, "tp": 2}),
     ("gpt_oss", "int8", {"dp_shard": 3, "ep": 3}),
 ])  # fmt: skip
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_a_mesh_trains_terms_of_experts_as_one_rank_does(model, kind, name, mesh):
     """peft adapts Mixtral's experts, and of gpt-oss only attention."""
     module, initial, _ = built(model(kind), name)

@@ -21,6 +21,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_an_export_in_float8_is_checked_and_one_with_other_scales_differs(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check_export, "by_itself", lambda out, head, texts: plainly.values_of(str(out), head, texts))
     out = tmp_path / "out"

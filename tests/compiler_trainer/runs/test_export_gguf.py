@@ -91,6 +91,7 @@ def test_a_file_that_transformers_does_not_read_is_checked_as_a_folder(trained, 
     assert capsys.readouterr().err == f"error: {file}: transformers reads no GGUF files of this architecture; check a folder in its place\n"
 
 
+@pytest.mark.full
 def test_files_of_one_model_share_a_repository(trained, tmp_path, monkeypatch, capsys):
     hub = accepting(monkeypatch)
     for dtype in ("float16", "q8_0"):

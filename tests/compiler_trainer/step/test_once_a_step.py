@@ -34,7 +34,7 @@ def test_what_is_done_once_trains_as_one_device(case):
     assert outcome.verdict == "right", f"{case}: {outcome}"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
 @pytest.mark.parametrize("reduce", ["step", "microbatch"])
 def test_evaluation_is_that_of_one_device(gather, reduce):

@@ -236,6 +236,7 @@ def test_a_sweep_started_again_runs_what_is_not_done(sweep):
     assert read(Path("s/2"))["status"] == "done"
 
 
+@pytest.mark.full
 def test_each_point_has_checkpoints_of_its_own(sweep, trainer):
     sweep("optim.lr=0.5,0.25", "checkpoint.dir=kept", "checkpoint.store=memory://kept")
     assert trainer.places == [("kept/0", "memory://kept/0"), ("kept/1", "memory://kept/1")]

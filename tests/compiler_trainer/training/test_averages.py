@@ -78,7 +78,7 @@ def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
     assert not torch.allclose(exported["lm_head.weight"], weights.seen[-1]["output.weight"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tmp_path, monkeypatch):
     cfg = options(tmp_path / "run", steps=2)

@@ -62,7 +62,7 @@ def chat(prompt, answer):
 REWARD = ("recipe=reward", "model.path=qwen", "data.files=[pairs.jsonl]", *SMALL)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), (LORA,), (LORA, "model.quantize=int8", "checkpoint.frozen=false")], ids=str)
 def test_a_reward_model_ranks_answers_and_transformers_scores_them_alike(options, place):
     write("pairs.jsonl", pairs())

@@ -41,6 +41,7 @@ def test_nothing_where_there_are_no_experts():
     assert unevenness({"model.norm.weight": torch.ones(3)}) == {}
 
 
+@pytest.mark.full
 def test_the_experts_of_all_pipeline_stages_are_measured():
     model = llama(n_layers=2, experts=ExpertsConfig(6, 2, 5, balance_loss=0.01))
     (_, one), (layers, two) = (used(model, mesh) for mesh in ({}, {"pp": 2}))

@@ -46,6 +46,7 @@ def generalized_jsd(student, teacher, labels, temperature, beta):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("divergence, temperature, steps", [("reverse", 1.0, 1), ("forward", 0.7, 2)])
 def test_the_loss_is_that_of_a_plain_loop_over_the_same_answers(divergence, temperature, steps, folder, teacher, tmp_path, monkeypatch):
     batches, rollout = [], Answers.rollout

@@ -241,7 +241,7 @@ def without_reference(batch):
     return {name: value for name, value in batch.items() if name not in REFERENCE}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}, {"tp": 2}], ids=str)
 def test_losses_in_chunks_are_those_of_whole_logits(mesh):
     data, model = pairs(), llama(2, attention="documents")
@@ -252,7 +252,7 @@ def test_losses_in_chunks_are_those_of_whole_logits(mesh):
     assert_same(chunked[1], whole[1], EXACT)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
     model, (batch, *_) = llama(2, attention="documents"), pairs(3)
@@ -339,7 +339,7 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
 STARTS = {"ipo": 25.0, "kto": 0.5, "simpo": None, "orpo": None, "cpo": None}  # the first loss, of a model that is its reference
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", STARTS)
 def test_a_run_computes_a_reference_if_the_loss_needs_one(name, folder, tmp_path):
     trainer(folder, tmp_path / "run", loss=name, eval={"interval": 3}, train={"steps": 3, "seq_len": 96, "global_batch_size": 4}).train()

@@ -237,6 +237,7 @@ def sharded():
     return compile_dry(resolve_auto(build(Config, options), True), None).programs["step"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("phase", PLACES)
 def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(phase, sharded):
     program, ctx = sharded.program.copy(), sharded.ctx

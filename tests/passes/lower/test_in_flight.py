@@ -53,7 +53,7 @@ def uses_after(operator, source):
     return re.findall(rf"\b{operand}\b", after)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("starts", "is_left_alone"), [(SHIFTS, True), ((), False)])
 def test_operands_of_a_transfer_are_neither_freed_nor_written_over(starts, is_left_alone):
     source = source_of(lambda p: (transfer_beside_products(p),), starts)

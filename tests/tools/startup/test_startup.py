@@ -29,6 +29,7 @@ def test_groups_do_not_grow_with_the_ranks(large):
     assert after == few < 10 and small == 20 and before > 4096
 
 
+@pytest.mark.full
 def test_a_rank_draws_and_reads_its_share(large):
     total, mine = large["numbers that a rank draws"]
     assert total / 4096 <= mine < total / 1024
