@@ -59,7 +59,19 @@ def shrunk(config: Any) -> Any:
         if name.endswith("_token_id") and isinstance(value, int):
             setattr(small, name, min(value, VOCAB - 1))
     cut_layers(small)
+    if overrides := config.to_dict().get("per_layer_config"):
+        small.per_layer_config = dict(scaled(overrides, vars(config), vars(small)))
     return small
+
+
+def scaled(
+    overrides: dict[Any, dict[str, Any]], large: dict[str, Any], small: dict[str, Any]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield, for each layer left that has sizes of its own, these in the ratio to the sizes of other layers."""
+    count = next(small[name] for name in LAYERS if name in small)
+    for layer, sizes in overrides.items():
+        if int(layer) < count:
+            yield int(layer), {name: size * small[name] // large[name] if name in SIZE_OF else size for name, size in sizes.items()}
 
 
 def cut_layers(config: Any) -> None:

@@ -33,6 +33,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # what the defaults of a type lack, or st
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
+SMALL_FIELDS = {"dots3_note_text": {"head_dim": 20}}  # qk_nope_head_dim + qk_rope_head_dim of its layers with a window
 
 
 def architectures() -> list[str]:
@@ -65,6 +66,8 @@ def year(kind: str) -> int:
 def tiny(kind: str) -> Any:
     """Return a small config of a type of model, without dropout."""
     config = shrunk(default(kind))
+    for name, value in SMALL_FIELDS.get(kind, {}).items():
+        setattr(config, name, value)
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
