@@ -21,7 +21,7 @@ SIZES: dict[int, str] = {
         shared_experts_intermediate_size""",
     16: """qk_head_dim index_head_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size laurel_rank hc_lowrank
         index_n_heads indexer_n_heads""",  # with few heads, many scores are 0, and selections fall by ties
-    5: "index_topk index_kpool index_block_size indexer_budget",  # keys that an indexer selects, of a block, and blocks
+    5: "index_topk index_kpool index_block_size",  # keys that an indexer selects, of a block, and blocks
     8: """head_dim swa_head_dim global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim kv_channels dim_head d_head
         linear_key_head_dim linear_value_head_dim linear_head_dim indexer_head_dim mamba_d_head mamba_head_dim
         attention_head_size attention_head_dim mamba_n_heads mamba_num_heads mamba_d_state ssm_state_size state_size
@@ -29,16 +29,17 @@ SIZES: dict[int, str] = {
     4: """num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads attention_heads
         swa_num_attention_heads num_decoder_attention_heads linear_num_value_heads linear_num_heads
         num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim encoder_layers
-        num_encoder_layers""",
+        num_encoder_layers indexer_budget""",
     FEW: """num_key_value_heads swa_num_key_value_heads num_kv_heads num_query_groups linear_num_key_heads
         num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k index_topk_blocks indexer_compress_ratio""",
-    1: "n_group topk_group num_expert_group mamba_n_groups n_groups mamba_ngroups",
+    1: """n_group topk_group num_expert_group mamba_n_groups n_groups mamba_ngroups
+        first_k_dense_replace num_dense_layers moe_layer_start_index""",  # the first layer with experts
     VOCAB: """vocab_size decoder_vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_seq_len
         n_ctx mamba_d_ssm""",
     WINDOW: "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-PATTERNS = ("period", "interval", "pattern", "every", "group_size", "first_k_dense")  # in names of layer counts
+PATTERNS = ("period", "interval", "pattern", "every", "group_size")  # in names of layer counts
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
