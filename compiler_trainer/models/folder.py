@@ -26,7 +26,7 @@ from compiler_trainer.models.documents import RESTARTING, inputs_of
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy, widened
 from compiler_trainer.models.quantized import FORMATS, originals_in, quantize_weights, quantized_in, weights_of
-from compiler_trainer.models.skeleton import skeleton
+from compiler_trainer.models.skeleton import EmptyOnMeta, skeleton
 from compiler_trainer.models.transformers_private import (
     Conversion,
     absent,
@@ -251,8 +251,15 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
             return stored[original]
         if MAGNITUDE in name:
             return Made(tuple(parameter.shape), torch.float32, cache(partial(lengths, name.partition(MAGNITUDE)[0])))
-        draw = cache(partial(drawn, module, name, parameter, seed))
+        draw = cache(partial(drawn, module, name, parameter, seed, constructed))
         return Made(tuple(parameter.shape), torch.float32, draw)
+
+    @cache
+    def constructed() -> dict[str, Tensor]:
+        """Return the parameters that transformers' constructors fill themselves, by name."""
+        with EmptyOnMeta():
+            model = type(plain(module))(plain(module).config)
+        return {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
 
     def lengths(path: str) -> Tensor:
         """Return the lengths of a weight for each of the layer's outputs, as DoRA starts with."""
@@ -448,8 +455,13 @@ def full_name(target: str, pattern: str, patterns: list[str]) -> str:
     return target.replace(patterns[0], pattern)
 
 
-def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
-    """Return the value that transformers gives a parameter first, with random numbers keyed by `seed` and its name."""
+def drawn(
+    module: nn.Module, name: str, parameter: Tensor, seed: int, constructed: Callable[[], dict[str, Tensor]]
+) -> Tensor:
+    """Return the value that transformers gives a parameter first, with random numbers keyed by `seed` and its name.
+
+    What it leaves as it was has the value of `constructed`, by name.
+    """
     path, _, leaf = name.rpartition(".")
     if ".lora_" in name:
         return lora_start(name, parameter, seed)
@@ -457,9 +469,11 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
     with originals_in(owner), nans_in(owner), seeded(seed, path):
         initialize(plain(module), path.removeprefix(ADAPTED))
         value = getattr(owner, leaf).detach()
-    if value.isnan().any():
-        raise UserError(name, "transformers gives it no initial value; use model.init=weights")
-    return value
+    if not value.isnan().any():
+        return value
+    if (original := name.removeprefix(ADAPTED)) in constructed():
+        return constructed()[original].to(parameter.dtype)
+    raise UserError(name, "transformers gives it no initial value; use model.init=weights")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from oracle import assert_same, compile_lockstep, train_plainly, train_step
 from safetensors.torch import load_file, save_file
 from sweeps import quick
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
+from transformers import ApertusConfig, AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, LoraConfig
@@ -194,16 +194,27 @@ def test_random_weights_depend_on_names_alone():
     assert (draws[0]["model.norm.weight"] == 1).all()
 
 
-@pytest.mark.parametrize("config", [folders.CONFIGS["gpt2"](), MambaConfig(
-    vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=8, initializer_range=0.1)], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [
+    folders.CONFIGS["gpt2"](),
+    MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=8, initializer_range=0.1),
+    ApertusConfig(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2),
+], ids=lambda c: c.model_type)  # fmt: skip
 def test_random_weights_are_as_large_as_those_of_transformers(tmp_path, config):
-    """Some are set by the module around the one that has them."""
+    """Some are set by the module around the one that has them, and some by constructors alone."""
     config.save_pretrained(tmp_path)
     cfg = FolderConfig(str(tmp_path), init="random")
     values = dict(values_of(cfg, models_of_folders.build(cfg, None)))
     for name, expected in AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters():
         value = values[name][()]
         assert torch.allclose(value.square().mean(), expected.square().mean(), rtol=0.3 if value.numel() > 200 else 0.9), name
+
+
+def test_a_weight_that_transformers_does_not_initialize_is_named(monkeypatch):
+    monkeypatch.setattr(models_of_folders, "initialize", lambda *_: None)
+    values = dict(values_of(cfg := of("qwen3", init="random"), models_of_folders.build(cfg, None)))
+    assert (values["model.norm.weight"][()] == 1).all()
+    with pytest.raises(UserError, match="up_proj.weight: transformers gives it no initial value; use model.init=weights"):
+        values["model.layers.1.mlp.up_proj.weight"][()]
 
 
 def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
