@@ -72,7 +72,8 @@ def scaled(
     count = next(small[name] for name in LAYERS if name in small)
     for layer, sizes in overrides.items():
         if int(layer) < count:
-            yield int(layer), {name: size * small[name] // large[name] if name in SIZE_OF else size for name, size in sizes.items()}
+            ratios = {name: size * small[name] // large[name] for name, size in sizes.items() if name in SIZE_OF}
+            yield int(layer), sizes | ratios
 
 
 def cut_layers(config: Any) -> None:
