@@ -31,6 +31,7 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(VERSION < (2, 13) or VERSION >= (2, 14), reason="the pictures are of PyTorch 2.13; others name other nodes")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_has_the_words_of_its_picture(browser, runs, name):

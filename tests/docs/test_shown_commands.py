@@ -352,7 +352,7 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
     return [w for w in words if not w.startswith("run.dir=")]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))

@@ -22,6 +22,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.full
 def test_random_models_have_the_gradients_of_eager_pytorch():
     for drawn, outcome in islice(outcomes(seed=7), CASES):
         assert outcome.verdict in ("right", "refused"), f"{outcome}\n{drawn.source()}"

@@ -24,6 +24,7 @@ def test_a_killed_run_ends_with_the_same_bits():
     assert "trial 0, another in its folder: the same bits" in done.stdout and "0 with other bits" in done.stdout
 
 
+@pytest.mark.full
 def test_other_bits_are_told(tmp_path):
     whole, other = tmp_path / "whole", tmp_path / "other"
     chaos.train(chaos.job(whole))

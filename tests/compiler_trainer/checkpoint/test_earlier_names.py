@@ -22,6 +22,7 @@ def losses(run):
     return [row.get("loss") for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "frozen"), [("nf4", False), pytest.param("nvfp4", True, marks=pytest.mark.full)])
 def test_the_state_of_quantized_layers_had_the_names_of_a_layer(name, frozen, model, tmp_path, monkeypatch):
     options = ["train.seq_len=64", "train.global_batch_size=4", "train.steps=4", "train.microbatches=1", "lower.backend=eager", "run.dump_graphs=false"]

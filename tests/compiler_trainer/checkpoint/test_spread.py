@@ -93,10 +93,12 @@ def test_a_lost_machine_is_read_from_its_neighbour(lost, machines, layout, copie
     job(copies, machines, read, layout)
 
 
+@pytest.mark.full
 def test_two_lost_neighbours_have_taken_files_with_them(copies):
     job(copies, [1, 1], find_damage, "two", "lacks rank_00003.safetensors, which was on machines that are lost")
 
 
+@pytest.mark.full
 def test_a_changed_piece_is_damage_on_all_ranks(copies):
     shutil.rmtree(copies / "0")
     for file in copies.glob(f"[12]/{STEP}/rank_00002.safetensors"):

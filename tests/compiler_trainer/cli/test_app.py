@@ -185,6 +185,7 @@ def test_a_sweep_over_a_range_and_over_files_of_choices(command):
     ]
 
 
+@pytest.mark.full
 def test_other_ranks_of_a_sweep_leave_its_folder_to_rank_0(command, monkeypatch, tmp_path):
     monkeypatch.setattr(app, "is_first", lambda: False)
     monkeypatch.setattr(app, "ranks", lambda: 2)

@@ -487,6 +487,7 @@ def test_no_name_of_a_tokenizer_is_refused_by_its_option():
     assert caught.value.place == "data.tokenizer"
 
 
+@pytest.mark.full
 def test_processes_that_start_at_once_make_a_folder_once(tmp_path):
     script = f"""
 import sys, time

@@ -108,6 +108,7 @@ if number == 1:
 JOB = "import sys; from compiler_trainer.elastic.launcher import Launcher; sys.exit(Launcher(2, sys.argv[2:], elastic=sys.argv[1] == 'yes').run())"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("elastic", "code"), [("yes", 0), ("no", 137)])
 def test_a_process_that_crashes_after_another_was_lost_is_replaced(elastic, code):
     """NCCL ends processes whose peer is gone; the new one finishes, as any number above 1 does in this script."""

@@ -127,7 +127,7 @@ def is_of_pairs(node, tokens: int) -> bool:
     return any(sum(n in (tokens, 2 * tokens) for n in shape) > 1 for shape in shapes)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_recomputation_reuses_the_selection(policy):
     data = indexers.rows([[19], [19]])

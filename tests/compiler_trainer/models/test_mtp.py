@@ -82,6 +82,7 @@ def plain(model, batch):
     return loss(model, batch)[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "microbatches", "sizes"), [
     ({}, 2, {}),
     ({"dp_shard": 2, "tp": 2}, 1, {"experts": EXPERTS}),
@@ -90,7 +91,6 @@ def plain(model, batch):
     ({"pp": 2}, 2, {}),
     ({"pp": 2, "tp": 2}, 2, {"tied": True}),
 ], ids=str)
-@pytest.mark.sample(2)
 def test_updates_are_those_of_one_device(mesh, microbatches, sizes):
     """Two layers of two kinds: embeddings of later tokens cross ranks of cp, and the last stage embeds, too."""
     model, data = llama(n_layers=2, mtp=MtpConfig(2), **sizes), data_of()

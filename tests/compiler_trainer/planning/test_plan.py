@@ -209,6 +209,7 @@ def test_lora_has_no_gradients_and_moments_of_frozen_parameters(candidate, tmp_p
     assert form.least_bytes <= real.bytes == pytest.approx(form.bytes, rel=0.25)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [MeshConfig(dp_shard=8), pytest.param(MeshConfig(dp_shard=4, pp=2), marks=pytest.mark.full)])
 def test_averages_of_weights_need_memory(mesh):
     cfg = replace(JOB, train=replace(JOB.train, microbatches=2), mesh=mesh)
@@ -253,6 +254,7 @@ def test_a_gather_of_large_parameters_is_a_few_calls():
     assert 0.8 < form.step_s / 52.2 < 1.2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "candidate",
     [
@@ -312,6 +314,7 @@ def test_a_model_is_captured_with_few_layers_unless_options_or_periods_tell_them
     assert few(deep, remat={"layers": {"layers.*": "full"}}) == count
 
 
+@pytest.mark.full
 def test_the_least_bytes_are_a_lower_bound(found):
     least = {form.candidate: form.least_bytes for form in found.forms}
     compiled_ones = [e for e in (*found.ranked, *found.too_large) if e.candidate in least]

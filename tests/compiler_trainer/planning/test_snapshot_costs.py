@@ -39,6 +39,7 @@ def test_ranks_write_each_entry_once(mesh, machines):
     assert costs["sent_bytes"] == pytest.approx(here if machines > 1 else 0)
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_them(tmp_path, capsys):
     dry_run(config("mesh.dp_shard=8", f"run.dir={tmp_path / 'run'}"))
     output = capsys.readouterr().out

@@ -79,9 +79,9 @@ def test_a_model_tuned_on_chats_stops_at_their_end_of_turn_too(published, tmp_pa
     assert (found.temperature, found.top_p, found.top_k, found.do_sample) == (0.6, 0.95, 20, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("other", ["folder", "bytes"])
-@pytest.mark.sample(1)
 def test_an_export_has_the_tokenizer_of_the_run(published, tmp_path, other, lora):
     """Earlier, files of the model's folder took its place."""
     template = "MINE {{ messages[0].content }}"

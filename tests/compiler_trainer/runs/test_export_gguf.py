@@ -55,11 +55,11 @@ def no_work(monkeypatch):
     monkeypatch.setattr(exporting, "trained_model", lambda *_: pytest.fail("the export began"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "flags", "dtype"), [
     ("decoder", [], "float32"), ("decoder", ["--dtype", "float16"], "float16"), ("folder", ["--dtype", "bfloat16"], "bfloat16"),
     ("lora", ["--merge"], "float32"), ("normed", ["--dtype", "q8_0"], "q8_0"),
 ])
-@pytest.mark.sample(3)
 def test_a_file_has_the_trainers_log_probabilities(kind, flags, dtype, trained, tmp_path, capsys):
     file, run = tmp_path / "model.gguf", trained(kind)
     capsys.readouterr()
@@ -82,6 +82,7 @@ def test_a_changed_file_differs(trained, tmp_path, capsys):
     assert " differ: at most " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_file_that_transformers_does_not_read_is_checked_as_a_folder(trained, tmp_path, capsys):
     file = tmp_path / "model.gguf"
     assert call("export", trained("experts"), file) == 0

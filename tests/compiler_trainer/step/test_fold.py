@@ -365,6 +365,7 @@ def test_another_body_is_refused():
         Unfold()(program, ctx)
 
 
+@pytest.mark.full
 def test_what_is_read_outside_of_the_layers_is_refused():
     program, ctx = rolled_up()
     program = program.copy()

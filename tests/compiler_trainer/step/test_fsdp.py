@@ -208,6 +208,7 @@ def test_a_complex_weight_is_sharded_and_updated_as_in_eager_pytorch():
     assert_same({"w": step.state_dict()["w"]}, {"w": (model.w - 0.1 * model.w.grad).detach()}, 1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "microbatches", "passes"), quick([
     ({"dp_shard": 2, "tp": 2}, 1, {}),
     ({"pp": 2, "dp_shard": 2}, 2, {"accumulate": {"gather": "step", "reduce": "step"}}),

@@ -84,6 +84,7 @@ def decoder(pp: int, pipeline: dict):
     return compile_step(model, loss_fn, batch, ranks="lockstep", **how), batch
 
 
+@pytest.mark.full
 def test_the_report_of_stages_is_written_as_json():
     step, _ = decoder(2, {"schedule": "gpipe"})
     assert json.loads(json.dumps(step.report))["pipeline"]["schedule"] == "gpipe"

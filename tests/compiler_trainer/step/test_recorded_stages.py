@@ -88,6 +88,7 @@ def test_recorded_stages_have_the_bits_of_others(schedule, monkeypatch):
         assert done.count("record") == len({(turn.program, step.slots.get(turn)) for turn in step.training[0]})
 
 
+@pytest.mark.full
 def test_what_a_backward_reads_of_its_forward_is_not_copied(monkeypatch):
     """Only the batch and the values of other ranks are copied: one activation, one gradient."""
     with played_cuda():

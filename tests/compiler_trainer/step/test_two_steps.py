@@ -53,7 +53,7 @@ class Failed(Exception):
     """An error planted in the middle of a step."""
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_each_trains_as_alone_while_the_other_fails(pair, monkeypatch):
     (first, data, losses), (other, others, _) = prepared(pair[0]), prepared(pair[1])

@@ -132,6 +132,7 @@ def point(number, overrides=None, **result):
 # The page
 
 
+@pytest.mark.full
 def test_the_page_stands_alone_and_names_what_failed(sweep):
     sweep("optim.lr=0.5,2.0")
     text = Path("s", page.FILE).read_text()

@@ -77,6 +77,7 @@ def test_a_run_nears_its_teacher_is_resumed_and_exported_without_it(options, pla
     assert call("generate", "whole", "--prompt", "a", "--tokens", "2") == 0
 
 
+@pytest.mark.full
 def test_samples_while_training_are_of_the_student(place):
     assert call(*JOB, "train.steps=1", "eval.prompts=[a]", "eval.sample_tokens=2", "run.dir=run") == 0
     assert (place / "run/samples.jsonl").read_text().count('"prompt"') == 1

@@ -176,7 +176,7 @@ def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
 ONE_OF_EACH = [({}, 1, 1), ({"dp_shard": 2, "cp": 2}, 2, 1), ({"pp": 2, "dp_shard": 2}, 2, 1), ({"tp": 2}, 3, 5)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", ONE_OF_EACH, ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_loss_trains_as_its_formula(name, mesh, microbatches, chunks):
@@ -222,7 +222,7 @@ def plain_judged(weights, microbatches, model, batch, beta=0.3):
     return sum(losses) / len(losses)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", ONE_OF_EACH, ids=str)
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 1.3)])
 def test_single_answers_train_as_the_formula_of_kto(weights, mesh, microbatches, chunks):

@@ -72,6 +72,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("writes", "hangs_s", "code"), [("25", "0", 0), ("1", "30", 1)], ids=["slow", "hangs"])
 def test_a_checkpoint_that_is_being_written_is_progress(tmp_path, writes, hangs_s, code):
     job = subprocess.run([sys.executable, "-c", SLOW, str(tmp_path / "c"), writes, hangs_s], capture_output=True, text=True, timeout=120)

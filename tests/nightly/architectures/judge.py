@@ -103,9 +103,9 @@ def in_half(cfg: Config) -> Outcome:
         actual = compare.train(subject, replace(settings, passes=replace(cfg.passes, cast=cast)))[0][0]
     except Exception as error:
         return compare.failed(error)
-    error, worst = largest_difference(actual, expected)
-    allowed = NEAR if error <= NEAR else max(NEAR, 2 * effect_of_rounding(subject, settings, expected))
-    return Outcome("right" if error <= allowed else "wrong", error, worst, allowed=allowed)
+    largest, name = largest_difference(actual, expected)
+    allowed = NEAR if largest <= NEAR else max(NEAR, 2 * effect_of_rounding(subject, settings, expected))
+    return Outcome("right" if largest <= allowed else "wrong", largest, name, allowed=allowed)
 
 
 def largest_difference(actual: Found, expected: Found) -> tuple[float, str]:

@@ -121,6 +121,7 @@ def test_what_is_drawn_is_what_microbatches_in_turn_draw():
     assert_same(*result, 1e-12)
 
 
+@pytest.mark.full
 def test_evaluation_and_rows_are_those_of_all_microbatches():
     data = batches(rows=8)
     plain, ours = (compile_lockstep(llama(), llama_loss, data[0], {"tp": 2}, evaluate=True, microbatches=4,

@@ -69,7 +69,7 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_operands_of_a_collective_that_another_body_waits_for_are_left_alone(is_guarded, group, monkeypatch):
     """Check this, because without the guard Inductor computes into the memory that is being sent."""

@@ -88,6 +88,7 @@ def test_one_layer_communicates_as_megatron_does() -> None:
     assert two_bytes["reduce_scatter"] - one_bytes["reduce_scatter"] == 4 * activation_bytes // 2
 
 
+@pytest.mark.full
 def test_without_sequence_parallelism_two_sums_a_layer_and_direction() -> None:
     (one, _), (two, _) = communication(1, False), communication(2, False)
     two.subtract(one)

@@ -103,6 +103,7 @@ def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
     assert "2 were planted: spec sees 1, numeric 1, values differ of 1" in wanted.read_text()
 
 
+@pytest.mark.full
 def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "reached", lambda faults, models: {})
     monkeypatch.setattr(command.Judge, "__call__", lambda *_: {"spec": "", "numeric": "", "value": "state: loss differs"})

@@ -23,6 +23,7 @@ def large():
     return counts("mesh.pp=2", "mesh.dp_shard=1024", "train.global_batch_size=2048")
 
 
+@pytest.mark.full
 def test_groups_do_not_grow_with_the_ranks(large):
     before, after = large["`new_group` calls of a rank"]
     small, few = counts("mesh.pp=2", "mesh.dp_shard=2", "train.global_batch_size=8")["`new_group` calls of a rank"]
