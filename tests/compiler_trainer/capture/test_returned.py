@@ -17,8 +17,8 @@ def with_accuracy(model, batch):
     return llama_loss(model, batch), {"accuracy": right.sum() / counted.sum(), "seen": counted.sum()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"dp_shard": 2}, 1), ({"tp": 2}, 2), ({"cp": 2}, 2)], ids=str)
-@pytest.mark.sample(1)
 def test_metrics_are_those_of_the_whole_batch_and_the_loss_is_what_is_trained_on(mesh, microbatches):
     model, data = llama(), batches(rows=6)
     expected, state = train_plainly(llama(), llama_loss, data)

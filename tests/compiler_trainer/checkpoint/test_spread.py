@@ -77,6 +77,7 @@ def copies(memories, tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_each_machine_has_its_files_and_those_of_the_one_before(memories):
     files = {machine: sorted(int(p.stem[-1]) for p in (memories / machine / STEP).glob("rank_*")) for machine in "012"}
     assert files == {"0": [0, 1, 3], "1": [0, 1, 2], "2": [2, 3]}

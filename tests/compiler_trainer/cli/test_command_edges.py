@@ -27,6 +27,7 @@ def job(*options: str):
     return to_config(compose(list(options)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -47,6 +47,7 @@ def model(tmp_path):
     return folder
 
 
+@pytest.mark.full
 def test_a_model_answers_as_generate_does_after_a_run(model, tmp_path, monkeypatch, capsys):
     chats = tmp_path / "chats.jsonl"
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]

@@ -61,7 +61,7 @@ def exactly(loss):
     return partial(in_fp64, *loss.args)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "attention"), quick([*((kind, "documents") for kind in folders.CONFIGS), ("llama", "causal")], 2, 4, 5))
 def test_a_folder_trains_as_what_transformers_loads_of_it(kind, attention):
     module, initial, loss = in_fp64(of(kind, attention=attention))

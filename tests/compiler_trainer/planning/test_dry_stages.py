@@ -140,12 +140,12 @@ def test_the_residual_stream_alone_is_sent(found):
     assert found[1]["prediction"]["sent_bytes"]["pp"]["intra"] - MICROBATCHES * size in (0, square)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "changes", "axis"), [
     (MeshConfig(pp=2, dp_shard=2), {}, "pp"),
     (MeshConfig(dp_shard=2), {"accumulate": AccumulateConfig(gather="step")}, "dp_shard"),
     (MeshConfig(tp=2, dp_shard=1), {"communication": CommunicationConfig(batch_overlap=2)}, "tp"),
 ])  # fmt: skip
-@pytest.mark.sample(1)
 def test_a_compiled_step_sends_the_predicted_bytes(tmp_path, mesh, changes, axis):
     cfg = job(tmp_path, mesh=mesh, passes=replace(PLAIN, **changes))
     batch = {key: torch.zeros(ROWS, LENGTH, dtype=torch.int64) for key in INPUTS}

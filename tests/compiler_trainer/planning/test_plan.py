@@ -196,8 +196,8 @@ def graphs(cfg, candidate):
     return GRAPHS[candidate]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("candidate", [SETTINGS[0], replace(SETTINGS[1], microbatches=2)], ids=str)
-@pytest.mark.sample(1)
 def test_lora_has_no_gradients_and_moments_of_frozen_parameters(candidate, tmp_path):
     sizes_of_model = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
     LlamaConfig(vocab_size=8192, num_key_value_heads=4, **sizes_of_model).save_pretrained(tmp_path)
@@ -254,7 +254,7 @@ def test_a_gather_of_large_parameters_is_a_few_calls():
     assert 0.8 < form.step_s / 52.2 < 1.2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "candidate",
     [

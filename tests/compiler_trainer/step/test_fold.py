@@ -126,7 +126,7 @@ def test_the_program_is_that_of_all_layers(case):
         assert folded[name].fold is None
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_layers_of_others_stand_for_each_other_on_one_rank(name):
     """The first layer has another input than its own."""

@@ -139,6 +139,7 @@ def test_parameters_of_all_kinds_have_their_gradients(mesh, least):
 # ---- storage ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_rank_holds_its_part_of_parameters_and_moments_in_their_own_order():
     data = batches(rows=4)
     for mesh, ranks in (({"cp": 2, "dp_shard": 2}, 4), ({"cp": 3}, 3)):
@@ -208,7 +209,7 @@ def test_a_complex_weight_is_sharded_and_updated_as_in_eager_pytorch():
     assert_same({"w": step.state_dict()["w"]}, {"w": (model.w - 0.1 * model.w.grad).detach()}, 1e-12)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "microbatches", "passes"), quick([
     ({"dp_shard": 2, "tp": 2}, 1, {}),
     ({"pp": 2, "dp_shard": 2}, 2, {"accumulate": {"gather": "step", "reduce": "step"}}),

@@ -60,7 +60,7 @@ def test_stages_train_as_one_device(stages, beside, schedule, what):
     assert outcome.verdict == "right", f"{model} {options}: {outcome}"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_stages_alone_are_the_step_to_the_bit(schedule):
     losses = {pp: step_losses(pp, schedule) for pp in (1, 4)}
@@ -90,6 +90,7 @@ def test_the_report_of_stages_is_written_as_json():
     assert json.loads(json.dumps(step.report))["pipeline"]["schedule"] == "gpipe"
 
 
+@pytest.mark.full
 def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():
     step, _ = decoder(4, {})
     programs = programs_of(step.train)

@@ -96,6 +96,7 @@ def test_a_failed_point_is_a_row_and_the_sweep_goes_on(sweep, capsys):
     assert csv.read_csv("s/sweep.csv").column_names == list(found[0])
 
 
+@pytest.mark.full
 def test_a_row_has_every_override_result_and_what_it_ran_on(sweep):
     sweep("optim.lr=0.5", "+passes.remat.ops.gelu=save", "mesh={tp:1,cp:1}")
     (found,) = parquet.read_table("s/sweep.parquet").to_pylist()
@@ -212,6 +213,7 @@ def test_the_front_has_what_no_other_point_beats():
     assert [p["point"] for p in page.pareto_front(found)] == [1, 0, 5]
 
 
+@pytest.mark.full
 def test_a_sweep_is_rendered_again(sweep, monkeypatch, capsys):
     sweep("optim.lr=0.5,0.25")
     for name in ("sweep.parquet", "sweep.csv", page.FILE):
@@ -252,6 +254,7 @@ def test_an_interrupted_point_resumes_from_its_checkpoints(sweep):
     assert sweep("optim.lr=0.5") == (0, [])
 
 
+@pytest.mark.full
 def test_other_options_in_the_same_folder_are_refused_before_anything_runs(sweep, capsys):
     sweep("optim.lr=0.5,0.25")
     assert sweep("optim.lr=0.5,0.75") == (2, [])

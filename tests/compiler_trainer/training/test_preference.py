@@ -160,7 +160,7 @@ def in_chunks(step):
     return next(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     data, passes = pairs(), {"chunk_loss": {"chunks": chunks}}

@@ -49,7 +49,7 @@ def test_updates_are_those_of_eager_pytorch(tp):
     assert counts["gathers"] + counts["scatters"] == counts["sites"] >= 6
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "passes", "microbatches"),
     [

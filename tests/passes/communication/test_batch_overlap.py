@@ -86,14 +86,14 @@ def test_a_buffer_that_is_read_before_it_is_changed_waits_for_the_microbatch_bef
 # ---- what it computes -------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("passes", [{}, {"remat": {"policy": "full"}}, {"verify": "numeric"}, {"fold_layers": False}])
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"dp_shard": 3, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}])
 def test_updates_are_those_of_microbatches_in_turn(mesh, passes):
     trained_alike(llama(3), llama_loss, batches(rows=8), mesh, microbatches=4, passes=passes | AT_ONCE)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("line", [
     "experts rows=8 length=7 seed=1 mesh.dp_shard=2 mesh.ep=2 passes.moe.dispatch=dropless train.microbatches=4",
     "experts rows=4 length=9 seed=2 mesh.tp=2 balance_loss=0.1 train.microbatches=2",

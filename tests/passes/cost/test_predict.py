@@ -404,6 +404,7 @@ def four():
     return cfg, dry, predict_step(cfg, dry)
 
 
+@pytest.mark.full
 def test_memory_is_that_of_the_step_that_is_run(four):
     cfg, _, found = four
     batch = {key: torch.zeros(8, 32, dtype=torch.int64) for key in models.INPUTS}

@@ -161,8 +161,8 @@ def built(monkeypatch):
     return zoo.build
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), in_turn(MODELS, [{"cp": 2, "tp": 2}, {"cp": 4}]), ids=str)
-@pytest.mark.sample(1)
 def test_models_that_write_it_out_train_as_on_one_device(name, mesh, built):
     model, data, sgd = built(name), [zoo.batch() for _ in LRS], {"name": "sgd"}
     metrics, state = train_plainly(model, zoo.loss_fn, data, sgd)

@@ -186,6 +186,7 @@ def test_training_with_and_without_segments_is_the_same_to_the_bit():
 # ---- the fast start on a CPU ------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_kernels_are_built_one_by_one_where_pytorch_has_changed_and_that_is_said(store, monkeypatch):
     def changed(source):
         raise TypeError("load_async() has another argument")

@@ -146,9 +146,9 @@ def test_at_all_places_of_experts(kind, where):
     check_routed(function(GIVEN[kind]), AT_EXPERTS, *where)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("place", "kind", "where"),
                          in_turn(AT_EXPERTS, ["quadratic", "affine", "centered"], EXPERT_MESHES[1::2]), ids=str)
-@pytest.mark.sample(2)
 def test_at_one_place_of_experts(place, kind, where):
     check_routed(function(GIVEN[kind]), (place,), *where)
 

@@ -148,7 +148,7 @@ MATRICES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2}, {"tp": 2}, {}], ids=str)
 def test_weights_of_several_matrices_are_those_of_one_device(mesh):
     model, data = Mixed().double(), [{k: b[k] for k in ("tokens", "labels")} for b in batches(len(LRS), rows=4)]
