@@ -257,7 +257,7 @@ def initial(stored: Mapping[str, Stored] | None, module: nn.Module, seed: int) -
     @cache
     def constructed() -> dict[str, Tensor]:
         """Return the parameters that transformers' constructors fill themselves, by name."""
-        with EmptyOnMeta():
+        with EmptyOnMeta(), seeded(seed, "constructors"):
             model = type(plain(module))(plain(module).config)
         return {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
 
@@ -460,7 +460,7 @@ def drawn(
 ) -> Tensor:
     """Return the value that transformers gives a parameter first, with random numbers keyed by `seed` and its name.
 
-    What it leaves as it was has the value of `constructed`, by name.
+    A parameter that its initialization leaves as it is has its value in `constructed`, by name.
     """
     path, _, leaf = name.rpartition(".")
     if ".lora_" in name:

@@ -194,10 +194,15 @@ def test_random_weights_depend_on_names_alone():
     assert (draws[0]["model.norm.weight"] == 1).all()
 
 
+APERTUS = ApertusConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+)
+
+
 @pytest.mark.parametrize("config", [
     folders.CONFIGS["gpt2"](),
     MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=8, initializer_range=0.1),
-    ApertusConfig(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2),
+    APERTUS,
 ], ids=lambda c: c.model_type)  # fmt: skip
 def test_random_weights_are_as_large_as_those_of_transformers(tmp_path, config):
     """Some are set by the module around the one that has them, and some by constructors alone."""
@@ -215,6 +220,15 @@ def test_a_weight_that_transformers_does_not_initialize_is_named(monkeypatch):
     assert (values["model.norm.weight"][()] == 1).all()
     with pytest.raises(UserError, match="up_proj.weight: transformers gives it no initial value; use model.init=weights"):
         values["model.layers.1.mlp.up_proj.weight"][()]
+
+
+def test_weights_that_constructors_draw_depend_on_the_seed_alone(monkeypatch, tmp_path):
+    APERTUS.save_pretrained(tmp_path)
+    cfg, name = FolderConfig(str(tmp_path), init="random"), "model.layers.0.mlp.act_fn.alpha_p"
+    monkeypatch.setattr(torch, "expm1", torch.rand_like)  # in the constructor of its activations
+    build = partial(models_of_folders.build, cfg, None)
+    first, again, other = (dict(values_of(cfg, build(), seed))[name][()] for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
