@@ -514,6 +514,7 @@ class DataConfig(SourceConfig):
     labels: tuple[str, ...] = ()  # with records=classes: the names of the classes
     images_per_row: Count = 0  # with `chat`: images of a sequence; train the folder's vision-language model on them
     image_size: tuple[Positive, Positive] | None = None  # resize images to (height, width) first; null: do not
+    image_tokens_per_row: Positive | None = None  # of a sequence, if images have any sizes; null: those of `image_size`
     train_on: Literal["all", "last"] = "all"  # with `chat`: count all answers of a conversation, or only the last one
     packing: Literal["auto", "cut", "fit"] = "auto"  # cut documents to length, or fit whole ones; auto: fit if chat
     bad_records: Literal["stop", "skip"] = "stop"  # stop at a record that cannot be used, or skip it
@@ -1048,6 +1049,11 @@ class Config:
     def head(self) -> str:
         """The head of the model: that of a folder, and `lm` for other models."""
         return self.model.head if isinstance(self.model, FolderConfig) else "lm"
+
+    @property
+    def sees(self) -> bool:
+        """True if a vision-language model is trained on images."""
+        return self.data.images_per_row > 0
 
     @property
     def takes_images(self) -> bool:

@@ -374,6 +374,16 @@ CHECKS: Checks = (
         "goes with data.images_per_row; set it to null",
     ),
     (
+        "data.image_tokens_per_row",
+        lambda c: c.data.image_tokens_per_row is None or c.data.images_per_row > 0,
+        "goes with data.images_per_row; set it to null",
+    ),
+    (
+        "data.image_tokens_per_row",
+        lambda c: (c.data.image_tokens_per_row or 0) <= c.train.seq_len,
+        "is {c.data.image_tokens_per_row}, and a sequence has {c.train.seq_len} tokens (train.seq_len); lower it",
+    ),
+    (
         "data.pairs",
         lambda c: not c.data.pairs or c.data.chat,
         "are conversations; set data.chat=true, too",

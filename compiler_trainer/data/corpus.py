@@ -50,6 +50,16 @@ class Corpus:
         """Return the numbers of tokens of the given documents."""
         return self.offsets[documents + 1] - self.offsets[documents]
 
+    def is_image(self) -> NDArray[np.bool_]:
+        """Return True for the tokens of images, if these have one token, repeated."""
+        if self.images is None or not len(self.images.at):
+            return np.zeros(len(self.tokens), bool)
+        return np.asarray(self.tokens == self.tokens[self.images.at[0]])
+
+    def image_tokens(self) -> Ids:
+        """Return the number of tokens of each document that are an image's."""
+        return np.asarray(np.add.reduceat(self.is_image(), self.offsets[:-1], dtype=np.int64))
+
 
 class Images(NamedTuple):
     """The files of images, one after another: image i ends at byte `ends[i]`, and its first token is number `at[i]`."""

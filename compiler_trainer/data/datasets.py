@@ -21,7 +21,7 @@ from compiler_trainer.config.targets import called
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import tokenized
 from compiler_trainer.data.corpus import Ids, hash_arrays, map_volume
-from compiler_trainer.data.image_rows import ImageRows, with_images
+from compiler_trainer.data.image_rows import ImageRows, image_tokens_of_row, with_images
 from compiler_trainer.data.loader import JoinedRows, Loader, Mixture
 from compiler_trainer.data.packing import (
     TOGETHER,
@@ -33,6 +33,7 @@ from compiler_trainer.data.packing import (
     layout_rows,
     of_records,
 )
+from compiler_trainer.data.pictures import image_options
 from compiler_trainer.data.prompts import Rollouts, read_prompts
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, load_tokens
@@ -225,6 +226,8 @@ def build_part(
     """Return the sequences of source `number`, of which `eval_fraction` is for validation."""
     if source._target_ is not None:
         return dataset_part(source, number, eval_fraction, seq_len, cfg.seed)
+    options = image_options(cfg, tokenizer)
+    image_tokens = image_tokens_of_row(cfg, options.processor) if options else 0
     tokens, name, documents_before, volume_rows = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
     for at, volume in enumerate(tokens.volumes):
         corpus = map_volume(volume, tokenizer, cfg.has_counted, cfg.has_values, cfg.images_per_row > 0)
@@ -232,7 +235,7 @@ def build_part(
         volume_rows.append(
             layout_rows(
                 corpus,
-                LayoutSpec(seed, documents_before, eval_fraction, seq_len, cfg.packs, cfg.images_per_row),
+                LayoutSpec(seed, documents_before, eval_fraction, seq_len, cfg.packs, cfg.images_per_row, image_tokens),
                 cache,
             )
         )

@@ -27,10 +27,11 @@ class Layout(NamedTuple):
     cut_documents: int  # number of documents whose labels are in several rows
 
 
-def with_images(corpus: Corpus, order: Ids, seq_len: int, images: int) -> Layout:
+def with_images(corpus: Corpus, order: Ids, seq_len: int, images: int, image_tokens: int = 0) -> Layout:
     """Lay whole documents into rows in their order, while there is room for their tokens and at most `images` images.
 
-    Raises UserError if a document alone is too long, or has too many images.
+    With `image_tokens`, a row has at most that many tokens of images. Raises UserError if a document alone is too long,
+    or has too many images or tokens of these.
     """
     assert corpus.images is not None
     lengths = corpus.lengths(order)
@@ -40,16 +41,23 @@ def with_images(corpus: Corpus, order: Ids, seq_len: int, images: int) -> Layout
         raise UserError("train.seq_len", f"{problem}; increase it, because no image is cut")
     if counts.max(initial=0) > images:
         raise UserError("data.images_per_row", f"is {images}, and a conversation has {counts.max()}; increase it")
-    sizes, sources, room, free = list[int](), list[int](), seq_len, images
-    for source, size, count in zip(corpus.offsets[order].tolist(), lengths.tolist(), counts.tolist()):
-        if size > room or count > free:
-            sizes.append(room)
+    needs = np.stack([lengths, counts], 1)
+    limits = np.array([seq_len, images])
+    if image_tokens:
+        needs, limits = np.column_stack([needs, corpus.image_tokens()[order]]), np.append(limits, image_tokens)
+        if (most := needs[:, 2].max(initial=0)) > image_tokens:
+            problem = f"is {image_tokens:,}, and the images of a conversation have {most:,} tokens"
+            raise UserError("data.image_tokens_per_row", f"{problem}; increase it, or resize images (data.image_size)")
+    sizes, sources, room = list[int](), list[int](), limits.copy()
+    for source, need in zip(corpus.offsets[order].tolist(), needs):
+        if (need > room).any():
+            sizes.append(int(room[0]))
             sources.append(PADDING)
-            room, free = seq_len, images
-        sizes.append(size)
+            room = limits.copy()
+        sizes.append(int(need[0]))
         sources.append(source)
-        room, free = room - size, free - count
-    sizes.append(room)
+        room -= need
+    sizes.append(int(room[0]))
     sources.append(PADDING)
     has_tokens = np.array(sizes) > 0
     starts = np.concatenate(([0], np.cumsum(np.array(sizes)[has_tokens])))

@@ -145,12 +145,17 @@ class PackedRows(Rows):
         return self.corpus.tokens.take(source, mode="clip").astype(np.int64)
 
 
-def pack(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut", images: int = 0) -> PackedRows:
+def pack(
+    corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut", images: int = 0, image_tokens: int = 0
+) -> PackedRows:
     """Return the rows of the documents `order`, packed as `packing` says, with the layout in memory.
 
-    With `images`, a row has whole documents with at most that many images.
+    With `images`, a row has whole documents with at most that many images, and with `image_tokens` tokens of these.
     """
-    layout = with_images(corpus, order, seq_len, images) if images else LAYOUTS[packing](corpus, order, seq_len)
+    if images:
+        layout = with_images(corpus, order, seq_len, images, image_tokens)
+    else:
+        layout = LAYOUTS[packing](corpus, order, seq_len)
     content = order if packing == "cut" else layout.sources
     fingerprint = hash_arrays(np.array([seq_len]), content, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
     row_tokens = len(layout.rows) * seq_len - padding_of(layout, seq_len)
@@ -369,6 +374,7 @@ class LayoutSpec(NamedTuple):
     seq_len: int
     packing: str
     images: int = 0
+    image_tokens: int = 0
 
 
 class VolumeRows(NamedTuple):
@@ -411,7 +417,7 @@ def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
 
 def write_layout(folder: Path, half: str, corpus: Corpus, order: Ids, spec: LayoutSpec) -> Facts:
     """Write one layout, and return its facts."""
-    rows = pack(corpus, order, spec.seq_len, spec.packing, spec.images)
+    rows = pack(corpus, order, spec.seq_len, spec.packing, spec.images, spec.image_tokens)
     for name in DTYPES:
         getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
     return rows.facts

@@ -8,6 +8,7 @@ images that no token reads. Inside `ByRow`, therefore
     x.masked_scatter(mask, features)   ->   the k-th image token of a row gets the k-th feature of this row
     x[mask]                            ->   the entries of a row at its image tokens, as many as it has features
     x[mask] = values                   ->   the k-th image token of a row gets the k-th value of this row
+    x[order]                           ->   the entries of each row in its own order, for an order that `ordered` made
 
 Without missing images, the results are those of transformers. No value is read, and rows stay where they are: neither
 data nor context parallelism gathers features. An image token without a feature gets NaN, and so does the loss.
@@ -39,6 +40,7 @@ class ByRow(TorchFunctionMode):
         super().__init__()
         self.rows, self.features = rows, 0  # of a row
         self.known = Known(pixels) if isinstance(pixels, FakeTensor) else None  # eager PyTorch reads values itself
+        self.orders: dict[int, tuple[Tensor, Tensor]] = {}  # id of an order of all rows -> (it, that of each row)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +59,13 @@ class ByRow(TorchFunctionMode):
         return put(x, mask[..., 0], source)
 
     def select(self, x: Tensor, index: Any) -> Any:
-        """Return the entries of x [B, T, ...] at a row's image tokens, [B * K, ...], and any after the last of them."""
+        """Return the entries of x [B, T, ...] at a row's image tokens, [B * K, ...], and any after the last of them.
+
+        For an order of rows, return x [B * M, ...] in this order.
+        """
+        if (order := self.order_in(index)) is not None:
+            place = order.view(*order.shape, *[1] * (x.dim() - 1)).expand(-1, -1, *x.shape[1:])
+            return x.unflatten(0, order.shape).gather(1, place).flatten(0, 1)
         if not self.is_of_images(mask := mask_in(index)):
             return NotImplemented
         number = torch.arange(1, self.features + 1, device=x.device).expand(self.rows, -1).contiguous()
@@ -70,6 +78,24 @@ class ByRow(TorchFunctionMode):
         if not self.is_of_images(mask := mask_in(index)) or not isinstance(values, Tensor) or values.dim() != 2:
             return NotImplemented
         return x.copy_(put(x, mask, values.reshape(self.rows, -1, x.shape[-1])))
+
+    def ordered(self, order: Tensor) -> Tensor:
+        """Return an order [B, M] of entries within rows as one of the entries of all rows, [B * M], for `x[order]`."""
+        start = torch.arange(self.rows, device=order.device).unsqueeze(1) * order.shape[1]
+        whole = (order + start).flatten()
+        self.orders[id(whole)] = whole, order
+        return whole
+
+    def order_in(self, index: Any) -> Tensor | None:
+        """Return the order [B, M] of an index `order` or `order, :, ...`; None for others."""
+        first, *others = index if isinstance(index, tuple) else (index,)
+        return None if others != [slice(None)] * len(others) else self.orders.get(id(first), (None, None))[1]
+
+    def argsort(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the inverse of an order of rows."""
+        if id(x) not in self.orders or args or kwargs:
+            return NotImplemented
+        return self.ordered(self.orders[id(x)][1].argsort(1))
 
     def is_of_images(self, mask: Tensor | None) -> bool:
         """Return True for a mask of image tokens: one whose value is data, after features were put in."""
@@ -96,6 +122,7 @@ BY_ROW: dict[Any, Callable[..., Any]] = {
     Tensor.masked_scatter: ByRow.scatter,
     Tensor.__getitem__: ByRow.select,
     Tensor.__setitem__: ByRow.assign,
+    torch.argsort: ByRow.argsort,
 }
 
 

@@ -96,6 +96,11 @@ def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
     return whole if sees else config
 
 
+def text_config_of(cfg: FolderConfig, sees: bool) -> Any:
+    """Return the config of the text model of a folder, of a vision-language model if it `sees`."""
+    return config_of(cfg, sees).get_text_config()
+
+
 def build_module(cfg: FolderConfig, labels: tuple[str, ...] = (), sees: bool = False) -> nn.Module:
     """Return the model of the folder, in training mode, with arbitrary weights; with `lora`, inside peft's model.
 

@@ -78,7 +78,7 @@ def model_of(cfg: Config) -> Subject:
     if isinstance(cfg.model, ModelConfig):
         return of_decoder(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.model, FolderConfig):
-        of_kind = of_seeing_folder if cfg.data.images_per_row else of_folder
+        of_kind = of_seeing_folder if cfg.sees else of_folder
         return of_kind(folder_of(cfg), cfg, dtype)
     return of_ones_own(cfg.model, dtype, cfg.train.seed)
 

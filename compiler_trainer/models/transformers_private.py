@@ -6,7 +6,7 @@ Checked with transformers 5.23; pyproject.toml bounds the version.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -58,6 +58,17 @@ def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
 
     with patch.object(module, name, without_padding):
         yield
+
+
+def axis_taps(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return entries and weights along an axis of a table of positions that is resized to an image's side."""
+    taps: tuple[Tensor, Tensor] = import_module("transformers.vision_utils")._interpolation_axis_taps_weights(*args)
+    return taps
+
+
+def register_attention(name: str, attention: Callable[..., Any]) -> None:
+    """Let configs name a function of attention."""
+    import_module("transformers").AttentionInterface.register(name, attention)
 
 
 def conversion_of(model: Any) -> Conversion:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.models import folder
 from compiler_trainer.models.by_row import ByRow
 from compiler_trainer.models.documents import inputs_of
+from compiler_trainer.models.grids import TABLE, Grids, turning_positions
 from compiler_trainer.models.loss import cross_entropy
 from compiler_trainer.models.processor import PIXELS, Processor
 
@@ -30,13 +32,14 @@ UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}  # as many features as ima
 class View:
     """The images of a row: the arrays' names, and the tables of sizes of an image; with `nested`, a row has a dim.
 
-    `token_id` is that of image tokens.
+    `token_id` is that of image tokens. With `grids`, a row has patches and a table instead (`grids.py`).
     """
 
     arrays: tuple[str, ...]
     sizes: Mapping[str, list[Any]]
     nested: bool
     token_id: int
+    grids: bool
 
 
 def view_of(model: Any, processor: Processor) -> View:
@@ -52,6 +55,7 @@ def view_of(model: Any, processor: Processor) -> View:
         {name: table for name, table in blank.sizes.items() if name in names},
         blank.arrays[PIXELS].ndim == 5,
         config.image_token_id,
+        processor.merge is not None,
     )
 
 
@@ -59,14 +63,25 @@ def outputs(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor])
     """Return all outputs of the model for a batch with the view's arrays, each [B, images, ...], or without images."""
     if PIXELS not in batch:
         return folder.outputs(way, model, batch)
-    tokens, config = batch["tokens"], folder.plain(model).config
-    with patch.dict(os.environ, UNCHECKED), ByRow(len(tokens), batch[PIXELS]):
-        inputs = inputs_of(way, config.get_text_config(), model, batch) | images_of(view, batch)
-        names = inspect.signature(folder.plain(model).forward).parameters
-        if "token_type_ids" in names:  # images attend within themselves in both directions
-            inputs["token_type_ids"] = (tokens == view.token_id).long()
-        if hasattr(folder.plain(model).model, "get_rope_index"):
-            inputs["position_ids"] = turning_positions(view, config, batch)
+    tokens, seeing = batch["tokens"], folder.plain(model)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, UNCHECKED))
+        mode = stack.enter_context(ByRow(len(tokens), batch[PIXELS]))
+        stack.enter_context(folder.recurrences_with_starts(way, batch))
+        inputs = inputs_of(way, seeing.config.get_text_config(), model, batch)
+        if view.grids:
+            grids = Grids(batch[TABLE], batch[PIXELS].shape[1], seeing.config.vision_config.spatial_merge_size, mode)
+            stack.enter_context(grids.by_row(seeing))
+            inputs |= {PIXELS: batch[PIXELS].flatten(0, 1), TABLE: grids.as_one_image}
+        else:
+            inputs |= images_of(view, batch)
+        is_image = tokens == view.token_id
+        if "token_type_ids" in inspect.signature(seeing.forward).parameters:  # images attend within themselves
+            inputs["token_type_ids"] = is_image.long()  # in both directions
+        if hasattr(seeing.model, "get_rope_index"):
+            table = batch[TABLE] if view.grids else inputs[TABLE].view(len(tokens), -1, 3)
+            merge = seeing.config.vision_config.spatial_merge_size
+            inputs["position_ids"] = turning_positions(table, merge, is_image, batch["positions"])
         return model(input_ids=tokens, use_cache=False, **inputs)
 
 
@@ -77,25 +92,6 @@ def images_of(view: View, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         inputs[name] = batch[name].flatten(1, 3) if view.nested else batch[name].flatten(0, 2)
     count = batch[PIXELS].shape[0] * batch[PIXELS].shape[1]
     return inputs | {name: torch.tensor([table] * count) for name, table in view.sizes.items()}
-
-
-def turning_positions(view: View, config: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return positions [4, B, T] of rotary embeddings in time, height and width (Qwen2-VL, arXiv:2409.12191).
-
-    The first of the four are those of the tokens. An image of h x w tokens takes max(h, w) positions in time.
-    """
-    _, height, width = view.sizes["image_grid_thw"]
-    merge = config.vision_config.spatial_merge_size
-    height, width = height // merge, width // merge
-    is_image, positions = batch["tokens"] == view.token_id, batch["positions"]
-    seen = is_image.cumsum(1) - is_image.long()  # image tokens before each token of the row
-    first = torch.arange(positions.shape[1], device=positions.device) - positions
-    seen = seen - seen.gather(1, first)  # of its document
-    at = seen % (height * width)
-    start = positions - seen // (height * width) * (height * width - max(height, width))
-    start = torch.where(is_image, start - at, start)
-    rows, columns = at // width * is_image, at % width * is_image
-    return torch.stack([positions, start, start + rows, start + columns])
 
 
 def logits(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import EIGHT_BITS, Config, FolderConfig, GrpoConfig, MeshConfig
+from compiler_trainer.data.image_rows import image_tokens_of_row
 from compiler_trainer.models.folder import plain
+from compiler_trainer.models.grids import TABLE
 from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.processor import processor_of
+from compiler_trainer.models.processor import PIXELS, Processor, Seen, processor_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject as trained_by
 from compiler_trainer.parity import compare
@@ -101,7 +104,7 @@ def subject_of(cfg: Config) -> Subject:
         entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary)
         if cfg.data.labels:
             entries["labels"] %= len(cfg.data.labels)
-        if cfg.data.images_per_row:
+        if cfg.sees:
             return with_images(cfg, generator, plain(model).config.image_token_id, entries)
         return entries | further_entries(cfg, generator, sequences)
 
@@ -143,17 +146,30 @@ def with_images(cfg: Config, generator: torch.Generator, token: int, batch: Batc
     assert isinstance(cfg.model, FolderConfig)
     processor = processor_of(folder_of(cfg).path, cfg.data.image_size)
     rows, length = batch["tokens"].shape
-    count = processor.blank.text.count(processor.token) * cfg.data.images_per_row
+    limit = image_tokens_of_row(cfg.data, processor)
+    count = limit or processor.blank.text.count(processor.token) * cfg.data.images_per_row
     if count >= length:
         raise UserError("train.seq_len", f"is {length}, and the images of a row have {count} tokens; increase it")
+    counts = [count - row % count if limit else count for row in range(rows)]  # images of any size leave some
     tokens = batch["tokens"].where(batch["tokens"] != token, (token + 1) % 2)
-    tokens[:, :count] = token
-    pixels = {}
-    for name, array in processor.blank.arrays.items():
-        shape, is_number = (rows, cfg.data.images_per_row, *array.shape), array.dtype.kind == "f"
-        pixels[name] = torch.randn(shape, generator=generator) if is_number else torch.ones(shape, dtype=torch.int64)
+    for row, taken in zip(tokens, counts):
+        row[:taken] = token
+    arrays = [processor.row(strip(processor, taken), cfg.data.images_per_row, limit) for taken in counts]
+    pixels = {name: torch.stack([torch.from_numpy(a[name]) for a in arrays]) for name in arrays[0]}
+    for name, value in pixels.items():
+        if value.is_floating_point():
+            pixels[name] = torch.randn(value.shape, generator=generator)
     positions = torch.arange(length).expand(rows, length)
     return batch | pixels | {"tokens": tokens, "positions": positions, "documents": torch.zeros_like(tokens)}
+
+
+def strip(processor: Processor, tokens: int) -> list[Seen]:
+    """Return an image with a row of tokens, of a model that takes images of any size; none for others."""
+    if (merge := processor.merge) is None:
+        return []
+    blank = processor.blank.arrays[PIXELS]
+    patches = np.ones((tokens * merge**2, *blank.shape[1:]), blank.dtype)
+    return [Seen({PIXELS: patches}, {TABLE: [1, merge, merge * tokens]}, processor.token * tokens)]
 
 
 def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch:

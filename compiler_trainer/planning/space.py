@@ -17,7 +17,7 @@ from torch import nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import RECOMPUTE, Config, FolderConfig, MeshConfig, ModelConfig
 from compiler_trainer.models.attention import head_dims
-from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.folder import text_config_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import entries_of
 from passes.ir.layer import layer_names, layer_of
@@ -403,7 +403,7 @@ def routed_rows(cfg: Config) -> float:
     if isinstance(cfg.model, ModelConfig):
         return float(cfg.model.experts.top_k) if cfg.model.experts else 1.0
     if isinstance(cfg.model, FolderConfig):
-        return float(getattr(config_of(folder_of(cfg)), "num_experts_per_tok", None) or 1)
+        return float(getattr(text_config_of(folder_of(cfg), cfg.sees), "num_experts_per_tok", None) or 1)
     return 1.0
 
 
@@ -412,7 +412,7 @@ def heads_of(cfg: Config) -> Heads:
     if isinstance(cfg.model, ModelConfig):
         return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
     if isinstance(cfg.model, FolderConfig):
-        config: Any = config_of(folder_of(cfg))
+        config: Any = text_config_of(folder_of(cfg), cfg.sees)
         config.allow_global_per_layer_attribute_access = True  # otherwise configs with unlike layers raise
         queries, keys = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
         if not isinstance(queries, int) or not queries:  # none, or a number for each layer

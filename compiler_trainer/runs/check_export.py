@@ -79,7 +79,8 @@ def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[
         cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW)
     )
     lower = dataclasses.replace(cfg.lower, backend="eager", cudagraphs=False)
-    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=train_options, lower=lower)
+    data = dataclasses.replace(cfg.data, image_tokens_per_row=None)  # the tokens are text
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=train_options, lower=lower, data=data)
     cfg = without_loss(cfg, start_ranks())
     trained = subject(cfg)
     generator = torch.Generator().manual_seed(0)

@@ -104,7 +104,7 @@ def check_options(cfg: Config, out: Path, dtype: str | None, merge: bool) -> Non
     form = "GGUF" if is_gguf(out) else "float8"
     if has_adapters and not merge:
         raise UserError(str(out), f"{form} is for whole models, and this run has adapters; add --merge")
-    if not isinstance(cfg.model, FolderConfig | ModelConfig) or cfg.head != "lm" or cfg.data.images_per_row:
+    if not isinstance(cfg.model, FolderConfig | ModelConfig) or cfg.head != "lm" or cfg.sees:
         raise UserError(str(out), f"{form} is written for causal language models alone; export a folder, not in float8")
     import_module("gguf" if is_gguf(out) else "compressed_tensors")  # extras
     if is_gguf(out):
@@ -131,7 +131,7 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         if cfg.model.lora and not merge:
             labels = f", of a model with num_labels={plain(module).num_labels}" if cfg.model.head == "score" else ""
             return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){labels}{stops}"
-        kind = SEEING if cfg.data.images_per_row else CLASSES[cfg.model.head]
+        kind = SEEING if cfg.sees else CLASSES[cfg.model.head]
         return f"{loaded_by_transformers(out, kind)}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)

@@ -13,7 +13,7 @@ from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, Grp
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data.datasets import name_of
 from compiler_trainer.models import IGNORED_LABEL
-from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.folder import text_config_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import entries_of
 from compiler_trainer.models.subject import Subject
@@ -169,7 +169,7 @@ def long_inputs(cfg: Config) -> str:
     """Return a note if sequences are longer than the positions that a folder's model was trained on."""
     if not isinstance(cfg.model, FolderConfig):
         return ""
-    limit = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
+    limit = getattr(text_config_of(folder_of(cfg), cfg.sees), "max_position_embeddings", None)
     if not limit or cfg.train.seq_len <= limit:
         return ""
     problem = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {limit:,} positions of {cfg.model.path}/config.json"

@@ -37,7 +37,7 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, datasets_of
 from compiler_trainer.data.stream import StreamLoader
-from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.folder import text_config_of
 from compiler_trainer.models.place import folder_of, teacher_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject
@@ -170,11 +170,11 @@ ROWS = 2
 
 def is_tested(cfg: Config) -> bool:
     """Return True if tests compare models and losses of this kind with eager PyTorch."""
-    if cfg.has_own_loss:
+    if cfg.has_own_loss or cfg.sees:
         return False
     if isinstance(cfg.model, FolderConfig):
         folders = [folder_of(cfg), *([teacher_of(cfg)] if isinstance(cfg.loss, DistillationConfig) else [])]
-        return {config_of(folder).model_type for folder in folders} <= TESTED
+        return {text_config_of(folder, sees=False).model_type for folder in folders} <= TESTED
     return isinstance(cfg.model, ModelConfig)
 
 

@@ -34,7 +34,7 @@ def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Reco
     """
     flops_per_s = flops_per_token * tokens / mesh_of(cfg.mesh).world_size / step_s
     record = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
-    if cfg.data.images_per_row:
+    if cfg.sees:
         record["images_per_s"] = cfg.train.global_batch_size * cfg.data.images_per_row / step_s
     if CPU != device_name() == cfg.cluster.device:
         record["mfu"] = flops_per_s / peak_flops(cfg)

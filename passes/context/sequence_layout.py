@@ -76,9 +76,13 @@ def choose(program: ir.Program, blocks: int) -> tuple[Layout, str]:
 
 
 def length_of(program: ir.Program) -> int:
-    """Return the tokens of the longest sequence of the batch, 0 if it has none."""
-    shapes = (item.spec.shape for item in program.inputs if item.kind == "batch")
-    return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
+    """Return the tokens of the longest sequence of the batch, 0 if it has none.
+
+    If a batch has entries of one number for each token, those with more dims are others, such as images.
+    """
+    shapes = [item.spec.shape for item in program.inputs if item.kind == "batch"]
+    of_tokens = [shape for shape in shapes if len(shape) == 2]
+    return max((shape[1] for shape in of_tokens or shapes if len(shape) > 1), default=0)
 
 
 def bounds_of(program: ir.Program) -> ir.Program | None:

@@ -102,6 +102,7 @@ def furnish(folder: Path) -> None:
     model("gpt_oss").save_pretrained(folder / "gpt-oss")
     for name in ("llava", "seen"):
         shutil.copytree(vision_folder(), folder / name)
+    shutil.copytree(vision_folder("qwen2_vl"), folder / "qwen-vl")
     (folder / "photos").mkdir()
     (folder / "photos/1.jpg").write_bytes(picture(1))
     (folder / "seen.jsonl").write_text((json.dumps(SEEN) + "\n") * 30)

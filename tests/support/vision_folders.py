@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from byte_tokenizer import write_tokenizer
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Idefics3Config, LlavaConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Idefics3Config,
+    LlavaConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+)
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -61,7 +68,41 @@ def idefics3(path: Path) -> Any:
                           image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
 
 
-KINDS = {"llava": llava, "idefics3": idefics3}
+def of_any_size(path: Path) -> dict[str, int]:
+    """Write a processor of Qwen2-VL, whose images have any size; return the ids of special tokens."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    images = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
+    images.save_pretrained(path)
+    add_tokens(path, TEMPLATE.replace("<image>", "<fake_token_around_image><image>"))  # two images are never adjacent
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<{name}>") for name in ("image", "video")}
+
+
+def turning(kind: str, **more: Any) -> dict[str, Any]:
+    """Return the config of a decoder with positions in time, height and width."""
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
+    return {**TEXT, "model_type": kind, "rope_parameters": rotary, **more}
+
+
+def qwen2_vl(path: Path) -> Any:
+    """Write the processor of a Qwen2-VL; return its config."""
+    tower = dict(embed_dim=24, hidden_size=24, mlp_ratio=2, depth=2, num_heads=2, patch_size=PATCH)
+    return Qwen2VLConfig(text_config=turning("qwen2_vl_text"), vision_config=tower, **of_any_size(path))
+
+
+def qwen3_5(path: Path) -> Any:
+    """Write the processor of a Qwen3.5, which has delta rules; return its config."""
+    tower = dict(hidden_size=24, intermediate_size=36, depth=2, num_heads=2, patch_size=PATCH, out_hidden_size=24,
+                 num_position_embeddings=16)
+    rules = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=6, linear_value_head_dim=6,
+                 layer_types=["linear_attention", "full_attention"])
+    text = turning("qwen3_5_text", **rules)
+    text["rope_parameters"] |= {"partial_rotary_factor": 1.0}
+    return Qwen3_5Config(text_config=text, vision_config=tower, **of_any_size(path))
+
+
+KINDS = {"llava": llava, "idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
 
 
 @functools.cache
@@ -80,7 +121,7 @@ def vision_folder(kind: str = "llava") -> Path:
     return path
 
 
-def add_tokens(path: Path) -> None:
+def add_tokens(path: Path, template: str = TEMPLATE) -> None:
     """Add the special tokens of images to the tokenizer, and the template with image parts."""
     from tokenizers import Tokenizer
 
@@ -88,7 +129,7 @@ def add_tokens(path: Path) -> None:
     backend.add_special_tokens(EXTRA)
     backend.save(str(path / "tokenizer.json"))
     config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
 
 
 def picture(seed: int, size: tuple[int, int] = (20, 18)) -> bytes:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
             prompt = prompt_of_chat(messages, tokenizer)
         return tokenizer.decode(continued(cfg, subject, model, prompt.ids, prompt.ends, sampling, prompt.inputs))
 
-    show = f"{IMAGE}FILE shows an image, " if cfg.data.images_per_row else ""
+    show = f"{IMAGE}FILE shows an image, " if cfg.sees else ""
     say(f"{subject.name}; {show}{NEW} begins a new conversation, Ctrl-D ends", sys.stderr)
     converse(answer, [{"role": "system", "content": args.system}] if args.system else [])
 

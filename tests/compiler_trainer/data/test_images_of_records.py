@@ -19,6 +19,7 @@ from compiler_trainer.data.preview import Reader
 from compiler_trainer.data.stored import ALL
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.processor import processor_of
 
 PER_IMAGE = 16
 
@@ -179,6 +180,56 @@ def test_an_image_that_changed_since_it_was_stored_is_named(made, tmp_path, chan
     shutil.rmtree(error.value.message.rpartition("remove ")[2].partition(" to ")[0])
     if (tmp_path / "1.png").exists():
         assert len(build_datasets(cfg, 128, 1).train.rows) == 1
+
+
+# ---- images of any size ----------------------------------------------------------------------------------------------
+
+
+def of_any_size(made, records, image_tokens=16, **options):
+    """Return the rows of records, whose images have 4 tokens each."""
+    return made(records, kind="qwen2_vl", image_tokens_per_row=image_tokens, **options)
+
+
+def test_a_row_has_patches_and_a_table_of_grids(made):
+    datasets, _ = of_any_size(made, [chat(images=2, path="1.png"), chat(images=0)])
+    batch = rows_of(datasets)
+    assert batch["pixel_values"].shape == (1, 64, 96)
+    assert batch["image_grid_thw"].tolist() == [[[1, 4, 4], [1, 4, 4], [8, 2, 2]]]
+    processor = processor_of(str(vision_folder("qwen2_vl")), None)
+    seen = processor.see(picture(1)).arrays["pixel_values"]
+    assert np.array_equal(batch["pixel_values"][0], np.concatenate([seen, seen, np.ones_like(batch["pixel_values"][0, 32:])]))
+    assert (batch["tokens"] == processor.token_id).sum() == 8
+
+
+def test_a_row_has_no_more_image_tokens_than_it_may(made):
+    datasets, _ = of_any_size(made, [chat(path="1.png")] * 6, image_tokens=8, images=6, seq_len=512)
+    assert [(grids[:, 0] == 1).sum() for grids in rows_of(datasets)["image_grid_thw"]] == [2, 2, 2]
+    (described,) = (line for line in datasets.parts[0].describe("") if "images" in line)
+    assert "6 images of 4 tokens each in the mean, at most 6 with 8 tokens a row" in described
+
+
+def test_options_of_images_of_any_size_are_refused_in_one_line(made):
+    with pytest.raises(UserError, match=r"data.image_tokens_per_row: is 3, and the images of a conversation have 4 tokens; "
+                                        "increase it, or resize images"):
+        of_any_size(made, [chat(path="1.png")], image_tokens=3)
+    with pytest.raises(UserError, match=r"data.image_tokens_per_row: is null, and images have any sizes"):
+        of_any_size(made, [chat(path="1.png")], image_tokens=None)
+    with pytest.raises(UserError, match=r"data.image_tokens_per_row: is 9, but all images of a run have the same size"):
+        made([chat(path="1.png")], image_tokens_per_row=9)
+
+
+def test_a_size_gives_the_number_of_image_tokens(made):
+    datasets, _ = of_any_size(made, [chat(path="1.png")], image_tokens=None, image_size=(24, 16))
+    assert rows_of(datasets)["image_grid_thw"].tolist() == [[[1, 6, 4], [6, 2, 2], [0, 2, 2]]]
+
+
+def test_inputs_are_those_of_a_prompt_with_the_tokens_of_its_images():
+    processor = processor_of(str(vision_folder("qwen2_vl")), None)
+    inputs = processor.inputs(f"a{IMAGE_TOKEN}b{IMAGE_TOKEN}", [picture(0), picture(1, (40, 30))])
+    counts = [4, 20]
+    assert inputs["mm_token_type_ids"][0].tolist() == [0, *[1] * counts[0], 0, *[1] * counts[1]]
+    assert inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 8, 10]] and len(inputs["pixel_values"]) == 4 * sum(counts)
+    assert "pixel_values" not in processor.inputs("no image", [])
 
 
 def test_options_of_images_are_part_of_the_fingerprint(made):

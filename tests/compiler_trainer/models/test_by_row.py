@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import compiler_trainer as ct
 from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
 from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.models.by_row import ByRow, put
+from passes.ir import ir
 from tests.nightly.models import judge
-from tests.nightly.models.zoo.vision import MODELS
+from tests.nightly.models.case import MESHES
+from tests.nightly.models.zoo import grids, vision
 
 WIDTH, PER_ROW = 3, 4
 
@@ -101,7 +104,7 @@ def test_without_the_mode_they_are_refused():
                 torch.device("cpu"))
 
 
-BY_NAME = {entry.name: entry for entry in MODELS}
+BY_NAME = {entry.name: entry for entry in (*vision.MODELS, *grids.MODELS)}
 CASES = [(name, mesh) for name in BY_NAME for mesh in BY_NAME[name].meshes]
 QUICK = (("smolvlm", "tp 2"),)
 
@@ -120,5 +123,22 @@ def test_models_of_transformers_train_by_value(name, mesh):
 # Operators over the images of all rows as one sequence: of patches, or of attention within each image.
 GATHERED = {
     "glm4v": {"grid_sampler_2d", "split_with_sizes"}, "llava_pixtral": {"unbind"}, "mistral3": {"unbind"},
-    "qwen2_5_vl": {"index"}, "qwen2_vl": {"split_with_sizes"}, "qwen3_vl": {"split_with_sizes"},
 }  # fmt: skip
+
+
+def test_ranks_of_cp_share_the_tower():
+    alone, shared = (rows_of_layers("qwen2_vl", "visual", mesh) for mesh in ({}, MESHES["cp 2"]))
+    assert len(alone) > 8 and shared == [rows // 2 for rows in alone]
+
+
+def rows_of_layers(name, tower, mesh):
+    """Return the numbers of patches, or of tokens, that a rank's linear layers of a tower take, in order."""
+    case, sharded = judge.prepare(BY_NAME[name].build(), torch.float64), {}
+
+    def observe(program, record):
+        if record.name == "shard":
+            sharded.setdefault("program", program)
+
+    ct.compile_step(case.model, case.loss, case.batches[0], mesh=mesh, ranks="lockstep", observe=observe)
+    calls = [node for node in sharded["program"].calls() if tower in ir.module_path(node)]
+    return [ir.example(node).shape[0] for node in calls if node.target is torch.ops.aten.linear.default]

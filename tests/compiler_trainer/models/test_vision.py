@@ -18,20 +18,21 @@ from vision_folders import IMAGE_TOKEN, picture, vision_folder
 from compiler_trainer import UserError
 from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, MeshConfig, OptimConfig, TrainConfig
 from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.models.grids import fill_table, turning_positions
 from compiler_trainer.models.processor import Processor, processor_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject
-from compiler_trainer.models.vision import View, turning_positions
 from compiler_trainer.parity.of_config import check
 
 CHATS = [[0, 1], [2], [], [3, 0]]  # the images of each conversation; a row has up to two
+SIZES = [(20, 18), (40, 22), (13, 30), (20, 18)]
 
 
 def config(folder, tmp_path, **data):
     records = []
     for number, images in enumerate(CHATS):
         for image in images:
-            (tmp_path / f"{image}.png").write_bytes(picture(image))
+            (tmp_path / f"{image}.png").write_bytes(picture(image, SIZES[image]))
         parts = [{"type": "image", "path": f"{image}.png"} for image in images]
         parts.append({"type": "text", "text": f"what is {number}?"})
         records.append({"messages": [{"role": "user", "content": parts},
@@ -46,9 +47,14 @@ def theirs(folder, tokens, labels, images, dtype=torch.float64):
     """Return transformers' summed loss and gradients of one conversation, with the pixels of its own processor."""
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).train()
     inputs = {}
-    if images:
+    if images and folder.name.startswith("qwen"):
+        processor = processor_of(str(folder), None)
+        made = processor.inputs(IMAGE_TOKEN * len(images), [picture(image, SIZES[image]) for image in images])
+        inputs = {name: value for name, value in made.items() if name in ("pixel_values", "image_grid_thw")}
+        inputs["mm_token_type_ids"] = (tokens == processor.token_id).long()[None]
+    elif images:
         processor = tf.AutoProcessor.from_pretrained(folder, backend="pil")
-        pictures = [Image.open(io.BytesIO(picture(image))) for image in images]
+        pictures = [Image.open(io.BytesIO(picture(image, SIZES[image]))) for image in images]
         made = processor(text=[IMAGE_TOKEN * len(images)], images=pictures, return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name.startswith("pixel")}
     logits = model(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
@@ -57,10 +63,10 @@ def theirs(folder, tokens, labels, images, dtype=torch.float64):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["llava", "idefics3"])
-def test_rows_have_transformers_loss_of_each_conversation_alone(kind, tmp_path):
+@pytest.mark.parametrize("kind, image_tokens", [("llava", None), ("idefics3", None), ("qwen2_vl", 30), ("qwen3_5", 30)])
+def test_rows_have_transformers_loss_of_each_conversation_alone(kind, image_tokens, tmp_path):
     folder = vision_folder(kind)
-    cfg = config(folder, tmp_path)
+    cfg = config(folder, tmp_path, image_tokens_per_row=image_tokens)
     batch = build_datasets(cfg.data, 192, 4).train.rows
     batch = {name: torch.from_numpy(value) for name, value in batch.batch(np.arange(len(batch))).items()}
     assert len(batch["tokens"]) < len(CHATS), "a row has several conversations"
@@ -93,21 +99,21 @@ def numbers_of(batch, cfg):
 
 
 def test_positions_turn_as_in_qwen2_vl():
-    height, width, image = 2, 3, 9
-    view = View(("pixel_values",), {"image_grid_thw": [1, 2 * height, 2 * width]}, False, image)
-    cut = [[5, 6, *[image] * 6, 7, 8, 3], [*[image] * 6, 4, *[image] * 6]]
+    image = 9
+    cut = [[5, 6, *[image] * 6, 7, 8, 3], [*[image] * 4, 4, *[image] * 8, 2]]
+    grids = [[(1, 4, 6)], [(1, 4, 4), (1, 4, 8)]]
     orders = ((0, 1), (1, 0))
     tokens = torch.tensor([cut[a] + cut[b] for a, b in orders])
     positions = torch.stack([torch.cat([torch.arange(len(cut[n])) for n in order]) for order in orders])
     vision = SimpleNamespace(spatial_merge_size=2)
-    ours = turning_positions(view, SimpleNamespace(vision_config=vision), {"tokens": tokens, "positions": positions})
+    tables = [fill_table(grids[a] + grids[b], 4, patches, 2) for (a, b), patches in zip(orders, (72, 80))]
+    ours = turning_positions(torch.from_numpy(np.stack(tables)), 2, tokens == image, positions)
     kind = tf.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLModel
     model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
     for row, order in enumerate(orders):
         start = 0
-        for part in (cut[n] for n in order):
-            grid = torch.tensor([[1, 2 * height, 2 * width]] * (part.count(image) // 6))
+        for part, grid in ((cut[n], torch.tensor(grids[n])) for n in order):
             types = torch.tensor([[int(token == image) for token in part]])
             expected, _ = kind.get_rope_index(model, torch.tensor([part]), types, grid)
             assert torch.equal(ours[1:, row, start : start + len(part)], expected[:, 0])
@@ -117,8 +123,9 @@ def test_positions_turn_as_in_qwen2_vl():
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2}], ids=str)
-def test_a_job_with_images_is_compared_with_eager_pytorch(mesh, tmp_path):
-    cfg = config(vision_folder("idefics3"), tmp_path)
+@pytest.mark.parametrize("kind, image_tokens", [("idefics3", None), ("qwen2_vl", 20)])
+def test_a_job_with_images_is_compared_with_eager_pytorch(kind, image_tokens, mesh, tmp_path):
+    cfg = config(vision_folder(kind), tmp_path, image_tokens_per_row=image_tokens)
     cfg = replace(cfg, mesh=MeshConfig(**{"dp_shard": 1, **mesh}), train=TrainConfig(seq_len=26, global_batch_size=3),
                   optim=OptimConfig(lr=0.05, eps=1e-3))
     outcome = check(cfg)
@@ -162,5 +169,7 @@ def test_options_of_images_are_validated():
 
     with pytest.raises(UserError, match="data.images_per_row: 2 is for a folder's vision-language model"):
         validate(Config(data=DataConfig(images_per_row=2)), 1)
+    with pytest.raises(UserError, match="data.image_tokens_per_row: goes with data.images_per_row"):
+        validate(Config(data=DataConfig(image_tokens_per_row=8)), 1)
     with pytest.raises(UserError, match="data.image_size: goes with data.images_per_row"):
         validate(Config(data=DataConfig(image_size=(8, 8))), 1)

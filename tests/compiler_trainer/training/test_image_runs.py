@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 import torch
 import transformers as tf
 from commands import call
-from PIL import Image
 from short_runs import options
 from vision_folders import picture, vision_folder
 
@@ -29,6 +27,7 @@ from compiler_trainer.config.schema import (
     MeshConfig,
     TrainConfig,
 )
+from compiler_trainer.models.processor import processor_of
 from compiler_trainer.runs.export import export
 from compiler_trainer.training import trainer
 from compiler_trainer.training.metrics import read
@@ -41,7 +40,7 @@ def records(tmp_path, count=8):
     """Write images, and return conversations about them; one in four has none."""
     made = []
     for number in range(count):
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / f"{number}.png").write_bytes(picture(number, (20 + 4 * number, 18)))
         parts = [{"type": "image", "path": f"{number}.png"}] if number % 4 else []
         parts.append({"type": "text", "text": f"what is {number}?"})
         answer = [{"type": "text", "text": f"it is {number * number}"}]
@@ -55,14 +54,15 @@ def config(tmp_path, kind="llava", name="chats.jsonl", steps=4, **changes):
     if name.endswith(".parquet"):
         for number, record in enumerate(made):
             has_image = len(record["messages"][0]["content"]) > 1
-            record["images"] = [{"bytes": picture(number), "path": None}] if has_image else []
+            record["images"] = [{"bytes": picture(number, (20 + 4 * number, 18)), "path": None}] if has_image else []
             record["messages"][0]["content"] = [{k: v for k, v in p.items() if k != "path"} for p in record["messages"][0]["content"]]
         pq.write_table(pa.Table.from_pylist(made), file)
     else:
         file.write_text("\n".join(map(json.dumps, made)))
     folder = vision_folder(kind)
+    image_tokens = 60 if kind == "qwen2_vl" else None
     data = DataConfig(name="text", files=(str(file),), chat=True, images_per_row=2, eval_fraction=0.0,
-                      tokenizer=str(folder / "tokenizer.json"), cache=str(tmp_path / "cache"))
+                      image_tokens_per_row=image_tokens, tokenizer=str(folder / "tokenizer.json"), cache=str(tmp_path / "cache"))
     return options(
         tmp_path / f"run-{name}", steps, data=data, model=FolderConfig(path=str(folder)),
         train=TrainConfig(steps=steps, seq_len=128, global_batch_size=2), mesh=MeshConfig(dp_shard=1),
@@ -76,16 +76,18 @@ def losses(cfg):
 
 def answer(folder, tmp_path):
     """Return the ids that transformers generates about an image."""
-    processor = tf.AutoProcessor.from_pretrained(folder, backend="pil")
+    processor = processor_of(str(folder), None)
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
     model = tf.AutoModelForImageTextToText.from_pretrained(folder).eval()
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is 1?"}]}]
-    text = processor.apply_chat_template(chat, add_generation_prompt=True)
-    inputs = processor(text=[text], images=[Image.open(io.BytesIO(picture(1)))], return_tensors="pt")
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = processor.inputs(text, [picture(1)])
     return model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_a_run_from_a_table_has_the_losses_of_one_from_files_and_resumes(tmp_path):
-    from_files, from_table = config(tmp_path), config(tmp_path, name="chats.parquet")
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_a_run_from_a_table_has_the_losses_of_one_from_files_and_resumes(kind, tmp_path):
+    from_files, from_table = config(tmp_path, kind), config(tmp_path, kind, name="chats.parquet")
     for cfg in (from_files, from_table):
         trainer.train(cfg)
     assert losses(from_files) == losses(from_table) and losses(from_files)[-1] < losses(from_files)[0]
@@ -96,8 +98,9 @@ def test_a_run_from_a_table_has_the_losses_of_one_from_files_and_resumes(tmp_pat
     assert losses(rest) == losses(from_files)
 
 
-def test_an_export_answers_about_an_image(tmp_path, capsys):
-    cfg = config(tmp_path, "idefics3", steps=2)
+@pytest.mark.parametrize("kind, parts", [("idefics3", ("vision_model", "connector")), ("qwen2_vl", ("visual.",))])
+def test_an_export_answers_about_an_image(kind, parts, tmp_path, capsys):
+    cfg = config(tmp_path, kind, steps=2)
     trainer.train(cfg)
     sentence = export(cfg, tmp_path / "out", None, merge=False, check=True)
     assert "AutoModelForImageTextToText" in sentence and "are equal" in sentence
@@ -109,9 +112,9 @@ def test_an_export_answers_about_an_image(tmp_path, capsys):
     tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert capsys.readouterr().out == tokenizer.decode(answer(tmp_path / "out", tmp_path), skip_special_tokens=True) + "\n"
     trained = tf.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    before = tf.AutoModelForImageTextToText.from_pretrained(vision_folder("idefics3"))
+    before = tf.AutoModelForImageTextToText.from_pretrained(vision_folder(kind))
     changed = [n for (n, a), b in zip(trained.named_parameters(), before.parameters()) if not torch.equal(a, b)]
-    assert any("vision_model" in name for name in changed) and any("connector" in name for name in changed)
+    assert all(any(part in name for name in changed) for part in parts)
 
 
 def test_lora_trains_its_terms_alone_and_merges(tmp_path):

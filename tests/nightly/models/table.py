@@ -4,6 +4,7 @@ from tests.nightly.models.case import Entry
 from tests.nightly.models.zoo import (
     decoders,
     encoders,
+    grids,
     hybrids,
     images,
     later,
@@ -43,4 +44,5 @@ MODELS: list[Entry] = [
     *science.MODELS,
     *scans.MODELS,
     *vision.MODELS,
+    *grids.MODELS,
 ]

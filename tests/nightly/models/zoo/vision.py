@@ -144,12 +144,6 @@ MODELS = [
            vision_feature_select_strategy="full"),
     seeing("mistral3", "Mistral3", 4, sized, text("mistral", head_dim=6), PIXTRAL, INDEX),
     seeing("paligemma", "PaliGemma", 16, typed, text("gemma", head_dim=6), SIGLIP, INDEX, projection_dim=WIDTH),
-    seeing("qwen2_vl", "Qwen2VL", 4, gridded, turned(), in_grids(hidden_size=WIDTH, embed_dim=WIDTH, mlp_ratio=2),
-           video_token_id=0),
-    seeing("qwen2_5_vl", "Qwen2_5_VL", 4, gridded, turned(), in_grids(fullatt_block_indexes=[1], window_size=16),
-           video_token_id=0),
-    seeing("qwen3_vl", "Qwen3VL", 4, gridded, turned(head_dim=8, rotary={"mrope_section": [2, 1, 1]}),
-           in_grids(num_position_embeddings=16, deepstack_visual_indexes=[0]), video_token_id=0),
     seeing("smolvlm", "SmolVLM", 4, nested, text("llama"), SEES, scale_factor=2),
     seeing("vipllava", "VipLlava", 16, flat, text("llama"), CLIP, INDEX, vision_feature_layers=[-1, -2]),
 ]  # fmt: skip
