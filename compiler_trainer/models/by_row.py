@@ -39,6 +39,7 @@ class ByRow(TorchFunctionMode):
     def __init__(self, rows: int, pixels: Tensor):
         super().__init__()
         self.rows, self.features = rows, 0  # of a row
+        self.is_uneven = False  # images have unlike numbers of features
         self.known = Known(pixels) if isinstance(pixels, FakeTensor) else None  # eager PyTorch reads values itself
         self.orders: dict[int, tuple[Tensor, Tensor]] = {}  # id of an order of all rows -> (it, that of each row)
 
@@ -61,17 +62,20 @@ class ByRow(TorchFunctionMode):
     def select(self, x: Tensor, index: Any) -> Any:
         """Return the entries of x [B, T, ...] at a row's image tokens, [B * K, ...], and any after the last of them.
 
-        For an order of rows, return x [B * M, ...] in this order.
+        Of images with padding, x [B * I, L, ...], return the entries of each row without padding, [B * I * L, ...], and
+        any after the last of them. For an order of rows, return x [B * M, ...] in this order.
         """
+        if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == x.shape and x.dim() == 3:
+            return x.flatten()  # of which only the number is asked, which `masked_scatter` does not need
         if (order := self.order_in(index)) is not None:
             place = order.view(*order.shape, *[1] * (x.dim() - 1)).expand(-1, -1, *x.shape[1:])
             return x.unflatten(0, order.shape).gather(1, place).flatten(0, 1)
-        if not self.is_of_images(mask := mask_in(index)):
-            return NotImplemented
-        number = torch.arange(1, self.features + 1, device=x.device).expand(self.rows, -1).contiguous()
-        place = torch.searchsorted(mask.cumsum(1), number).clamp(max=x.shape[1] - 1)
-        place = place.view(*place.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
-        return x.gather(1, place).flatten(0, 1)
+        mask = mask_in(index)
+        if self.features == 0 and self.is_data(mask) and mask.shape == x.shape[:2] and len(mask) % self.rows == 0:
+            self.is_uneven = True  # each row has as many places as all its images could have features
+            x, mask = x.reshape(self.rows, -1, *x.shape[2:]), mask.reshape(self.rows, -1)
+            return picked(x, mask, mask.shape[1])
+        return picked(x, mask, self.features) if self.is_of_images(mask) else NotImplemented
 
     def assign(self, x: Tensor, index: Any, values: Any) -> Any:
         """Write values [B * K, D] into x [B, T, D] at the image tokens."""
@@ -89,7 +93,8 @@ class ByRow(TorchFunctionMode):
     def order_in(self, index: Any) -> Tensor | None:
         """Return the order [B, M] of an index `order` or `order, :, ...`; None for others."""
         first, *others = index if isinstance(index, tuple) else (index,)
-        return None if others != [slice(None)] * len(others) else self.orders.get(id(first), (None, None))[1]
+        is_whole = all(isinstance(part, slice) and part == slice(None) for part in others)
+        return self.orders.get(id(first), (None, None))[1] if is_whole else None
 
     def argsort(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the inverse of an order of rows."""
@@ -97,9 +102,38 @@ class ByRow(TorchFunctionMode):
             return NotImplemented
         return self.ordered(self.orders[id(x)][1].argsort(1))
 
+    def item(self, x: Tensor) -> Any:
+        """Return the number of features of an image, which is not known if images have unlike numbers."""
+        return Unknown() if self.is_uneven and self.is_data(x) else NotImplemented
+
+    def tolist(self, x: Tensor) -> Any:
+        """Return the numbers of features of images, which are not known if these are unlike."""
+        return [Unknown()] * len(x) if self.is_uneven and self.is_data(x) else NotImplemented
+
+    def split(self, x: Tensor, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the features of images of unknown numbers as one piece, for a model that joins them again."""
+        is_unknown = isinstance(sizes, list) and all(isinstance(size, Unknown) for size in sizes)
+        return (x,) if is_unknown else NotImplemented
+
+    def is_data(self, x: Tensor | None) -> bool:
+        """Return True for a tensor whose value is data."""
+        return x is not None and (self.known is None or self.known.value_of(x) is None)
+
     def is_of_images(self, mask: Tensor | None) -> bool:
         """Return True for a mask of image tokens: one whose value is data, after features were put in."""
-        return mask is not None and self.features > 0 and (self.known is None or self.known.value_of(mask) is None)
+        return self.features > 0 and self.is_data(mask)
+
+
+class Unknown(int):
+    """The number of features of an image, which depends on the data."""
+
+
+def picked(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Return the first `count` entries of x [B, T, ...] where mask [B, T] is true, [B * count, ...]; any beyond."""
+    number = torch.arange(1, count + 1, device=x.device).expand(len(x), -1).contiguous()
+    place = torch.searchsorted(mask.cumsum(1), number).clamp(max=x.shape[1] - 1)
+    place = place.view(*place.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])
+    return x.gather(1, place).flatten(0, 1)
 
 
 def put(x: Tensor, mask: Tensor, features: Tensor) -> Tensor:
@@ -123,6 +157,9 @@ BY_ROW: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: ByRow.select,
     Tensor.__setitem__: ByRow.assign,
     torch.argsort: ByRow.argsort,
+    torch.split: ByRow.split,
+    Tensor.tolist: ByRow.tolist,
+    Tensor.item: ByRow.item,
 }
 
 

@@ -24,6 +24,8 @@ PIXELS = "pixel_values"
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 MOST_SIZES = 16  # numbers in a table of sizes of an image; a larger table of integers is an array
 BLANK = 64  # pixels of each side of the first image that a processor sees, without data.image_size
+COUNTS = "num_soft_tokens_per_image"
+PADDED = frozenset({"gemma4"})  # models whose images have a number of patches each, with padding
 Array = NDArray[Any]
 
 
@@ -116,25 +118,69 @@ class Processor:
         return Seen({n: a for n, a in arrays.items() if n not in sizes}, sizes, place["replacement"])
 
 
-class GridProcessor(Processor):
-    """The image processor of a model that takes images of any size, as patches and a table of grids (`grids.py`).
+class PartedProcessor(Processor):
+    """An image processor and a tokenizer, for models whose images have unlike numbers of tokens.
 
-    Transformers' processors of these models need torchvision, for videos; this one reads their parts.
+    Transformers' processors of these models need torchvision, for videos.
     """
 
-    merge: int
-
     def load(self, path: str) -> None:
-        """Read the folder: an image is a token of that name for each `merge` x `merge` patches."""
-        transformers = library()
+        """Read the folder: an image is a number of tokens of one kind, between those that begin and end it, if any."""
+        transformers, config = library(), config_in(path)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         self.processor = transformers.AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
-        self.token_id, self.merge = int(config_in(path)["image_token_id"]), int(self.processor.merge_size)
-        self.token = str(self.tokenizer.convert_ids_to_tokens(self.token_id))
+        self.token_id = int(config["image_token_id"])
+        ids = (self.token_id, config.get("boi_token_id"), config.get("eoi_token_id"))
+        token, *ends = (self.tokenizer.convert_ids_to_tokens(token_id) if token_id else "" for token_id in ids)
+        self.token, self.ends = str(token), ends
+
+    def counts(self, made: Any) -> list[int]:
+        """Return the number of tokens of each image."""
+        return [int(count) for count in made[COUNTS]]
+
+    def text(self, count: int) -> str:
+        """Return an image in a prompt."""
+        return self.ends[0] + self.token * count + self.ends[1]
 
     def see(self, content: bytes) -> Seen:
         """Return an image of a file's content; raise ValueError if it is none."""
         return self.made(content)
+
+    def made(self, content: bytes) -> Seen:
+        """Return what the processor makes of an image."""
+        made = self.processor(images=[self.picture(content)], return_tensors="np")
+        arrays = {name: np.asarray(value) for name, value in made.items() if name != COUNTS}
+        return Seen(arrays, {}, self.text(*self.counts(made)))
+
+    def inputs(self, text: str, contents: Sequence[bytes]) -> dict[str, Tensor]:
+        """Return a model's inputs for a text with a token for each image, as transformers makes them.
+
+        Raises ValueError if a content is no image.
+        """
+        made: dict[str, Any] = {}
+        if contents:
+            made = dict(self.processor(images=[self.picture(content) for content in contents], return_tensors="pt"))
+        first, *others = text.split(self.token)
+        images = [self.text(count) for count in self.counts(made)] if made else []
+        text = first + "".join(image + other for image, other in zip(images, others, strict=True))
+        encoded = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        made.pop(COUNTS, None)
+        return {**encoded, **made, "mm_token_type_ids": (encoded["input_ids"] == self.token_id).long()}
+
+
+class GridProcessor(PartedProcessor):
+    """The image processor of a model that takes images of any size, as patches and a table of grids (`grids.py`)."""
+
+    merge: int
+
+    def load(self, path: str) -> None:
+        """Read the folder: an image has a token for each `merge` x `merge` patches."""
+        super().load(path)
+        self.merge = int(self.processor.merge_size)
+
+    def counts(self, made: Any) -> list[int]:
+        """Return the number of tokens of each image."""
+        return [int(grid.prod()) // self.merge**2 for grid in made[TABLE]]
 
     def row(self, seen: Sequence[Seen], images: int, image_tokens: int) -> dict[str, Array]:
         """Return the arrays of a row: patches [P, F] of at most `image_tokens`, and a table [images + 1, 3]."""
@@ -142,32 +188,8 @@ class GridProcessor(Processor):
         patches = np.ones((image_tokens * self.merge**2, *blank.shape[1:]), blank.dtype)
         taken = np.concatenate([blank[:0], *(image.arrays[PIXELS] for image in seen)])
         patches[: len(taken)] = taken
-        grids = [image.sizes[TABLE] for image in seen]
+        grids = [image.arrays[TABLE][0] for image in seen]
         return {PIXELS: patches, TABLE: fill_table(grids, images, len(patches), self.merge)}
-
-    def made(self, content: bytes) -> Seen:
-        """Return what the processor makes of an image."""
-        made = self.processor(images=[self.picture(content)], return_tensors="np")
-        return Seen({PIXELS: made[PIXELS]}, {TABLE: made[TABLE][0].tolist()}, self.token * self.tokens(made[TABLE][0]))
-
-    def tokens(self, grid: Any) -> int:
-        """Return the number of tokens of an image."""
-        return int(grid.prod()) // self.merge**2
-
-    def inputs(self, text: str, contents: Sequence[bytes]) -> dict[str, Tensor]:
-        """Return a model's inputs for a text with a token for each image, as transformers makes them.
-
-        Raises ValueError if a content is no image.
-        """
-        made = {}
-        if contents:
-            made = dict(self.processor(images=[self.picture(content) for content in contents], return_tensors="pt"))
-        first, *others = text.split(self.token)
-        images = [self.token * self.tokens(grid) for grid in made.get(TABLE, ())]
-        text = first + "".join(image + other for image, other in zip(images, others, strict=True))
-        encoded = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        types = (encoded["input_ids"] == self.token_id).long()
-        return {**encoded, **made, "mm_token_type_ids": types}
 
 
 def config_in(path: str) -> dict[str, Any]:
@@ -179,4 +201,5 @@ def config_in(path: str) -> dict[str, Any]:
 @lru_cache(maxsize=4)
 def processor_of(path: str, size: tuple[int, int] | None) -> Processor:
     """Return the processor of a folder, once."""
-    return (GridProcessor if config_in(path).get("model_type") in TYPES else Processor)(path, size)
+    kind = config_in(path).get("model_type")
+    return (GridProcessor if kind in TYPES else PartedProcessor if kind in PADDED else Processor)(path, size)

@@ -40,6 +40,30 @@ def masks_of(config: Any, dtype: torch.dtype, positions: Tensor, by_layer: bool)
     return make(config, shape_alone, attention_mask=None, past_key_values=None, position_ids=positions)
 
 
+def masks_with_images(model: Any, dtype: torch.dtype, positions: Tensor, is_image: Tensor) -> dict[str, Tensor]:
+    """Return the masks of each kind of layer of a Gemma whose images attend within themselves both ways.
+
+    As `masks_of`, but tokens also see later ones of the same image; none for other models. transformers 5.23 reads
+    images at positions within the document, and so finds others if a sequence has several documents.
+    """
+    module, config = import_module(type(model).__module__), model.config.get_text_config()
+    if not hasattr(module, "create_masks_for_vision_model") or is_causal_throughout(config):
+        return {}
+    images = module.get_block_sequence_ids_for_mask(is_image.long(), device=positions.device)
+    shape_alone = torch.empty(*positions.shape, 1, dtype=dtype, device=positions.device)
+    places = torch.arange(positions.shape[1], device=positions.device).unsqueeze(0)
+    document = (positions == 0).cumsum(1)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    masks: dict[str, Tensor] = masks_of(config, dtype, positions, by_layer=True)
+    of_one_document = module.create_masks_for_vision_model(config, shape_alone, None, None, places, images)
+    return masks | {kind: mask & same for kind, mask in of_one_document.items() if mask is not None}
+
+
+def is_causal_throughout(config: Any) -> bool:
+    """Return True for a Gemma 4 with causal attention within images, as the small ones have."""
+    return config.model_type.startswith("gemma4") and config.use_bidirectional_attention != "vision"
+
+
 @contextmanager
 def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
     """Make the auxiliary loss of a model's routers ignore padding, for which `is_real`, bool [B, T], is False.

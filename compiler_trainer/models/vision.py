@@ -24,6 +24,7 @@ from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.grids import TABLE, Grids, turning_positions
 from compiler_trainer.models.loss import cross_entropy
 from compiler_trainer.models.processor import PIXELS, Processor
+from compiler_trainer.models.transformers_private import masks_with_images
 
 UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}  # as many features as image tokens: rows may have fewer images
 
@@ -76,8 +77,12 @@ def outputs(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor])
         else:
             inputs |= images_of(view, batch)
         is_image = tokens == view.token_id
-        if "token_type_ids" in inspect.signature(seeing.forward).parameters:  # images attend within themselves
-            inputs["token_type_ids"] = is_image.long()  # in both directions
+        names = inspect.signature(seeing.forward).parameters
+        for name in ("token_type_ids", "mm_token_type_ids"):  # in some, images attend within themselves both ways
+            inputs |= {name: is_image.long()} if name in names else {}
+        dtype = next(model.parameters()).dtype
+        if masks := masks_with_images(seeing, dtype, batch["positions"], is_image):
+            inputs["attention_mask"] = masks
         if hasattr(seeing.model, "get_rope_index"):
             table = batch[TABLE] if view.grids else inputs[TABLE].view(len(tokens), -1, 3)
             merge = seeing.config.vision_config.spatial_merge_size

@@ -169,7 +169,7 @@ def strip(processor: Processor, tokens: int) -> list[Seen]:
         return []
     blank = processor.blank.arrays[PIXELS]
     patches = np.ones((tokens * merge**2, *blank.shape[1:]), blank.dtype)
-    return [Seen({PIXELS: patches}, {TABLE: [1, merge, merge * tokens]}, processor.token * tokens)]
+    return [Seen({PIXELS: patches, TABLE: np.array([[1, merge, merge * tokens]])}, {}, processor.token * tokens)]
 
 
 def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch:

@@ -34,7 +34,12 @@ def rejoin(program: ir.Program, ctx: ir.Context) -> int:
 
 
 def whole(node: fx.Node) -> fx.Node | None:
-    """Return the tensor of which a concatenation along dim 0 has all pieces, in order and reshaped at most."""
+    """Return the tensor of which a concatenation along dim 0 has all pieces, in order and reshaped at most.
+
+    A tensor that is joined with no other, along any dim, is one piece.
+    """
+    if len(node.args[0]) == 1:  # type: ignore[arg-type]
+        return node.args[0][0]  # type: ignore[index, return-value]
     pieces = [origin(part) for part in node.args[0]]  # type: ignore[union-attr]
     cut = pieces[0].args[0] if pieces[0].target is operator.getitem else None
     if not isinstance(cut, fx.Node) or name_of(cut) not in CUTS or argument(cut, "dim") != 0:

@@ -16,6 +16,8 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma3Config,
+    Gemma4Config,
     Idefics3Config,
     LlavaConfig,
     Qwen2VLConfig,
@@ -102,7 +104,40 @@ def qwen3_5(path: Path) -> Any:
     return Qwen3_5Config(text_config=text, vision_config=tower, **of_any_size(path))
 
 
-KINDS = {"llava": llava, "idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
+def gemma4(path: Path) -> Any:
+    """Write the processor of a Gemma 4, whose images have padding; return its config, without audio."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    Gemma4ImageProcessorPil(patch_size=2, pooling_kernel_size=2, max_soft_tokens=70).save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = {"image": "<image>", "video": "<video>", "boi": "<fake_token_around_image>", "eoi": "<global-img>"}
+    tower = dict(hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+                 head_dim=8, pooling_kernel_size=2, patch_size=2, position_embedding_size=300)
+    text = {**TEXT, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "global_head_dim": 8,
+            "use_bidirectional_attention": "vision", "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    return Gemma4Config(text_config=text, vision_config=tower, audio_config=None,
+                        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()})
+
+
+def gemma3(path: Path) -> Any:
+    """Write the processor of a Gemma 3, whose images have 4 tokens and attend within themselves; return its config."""
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    ids = {"image_token": "<video>", "boi_token": IMAGE_TOKEN, "eoi_token": "<global-img>"}
+    tokenizer = AutoTokenizer.from_pretrained(path, extra_special_tokens=ids)
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    Gemma3Processor(images, tokenizer, chat_template=TEMPLATE, image_seq_length=4).save_pretrained(path)
+    text = {**TEXT, "model_type": "gemma3_text", "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"]}
+    boi, eoi = (tokenizer.convert_tokens_to_ids(ids[name]) for name in ("boi_token", "eoi_token"))
+    return Gemma3Config(text_config=text, vision_config={"model_type": "siglip_vision_model", **SEES},
+                        mm_tokens_per_image=4, image_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+                        boi_token_index=boi, eoi_token_index=eoi)
+
+
+KINDS = {"gemma3": gemma3, "gemma4": gemma4, "llava": llava, "idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
 
 
 @functools.cache

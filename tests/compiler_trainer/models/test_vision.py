@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import inspect
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from PIL import Image
-from vision_folders import IMAGE_TOKEN, picture, vision_folder
+from vision_folders import picture, vision_folder
 
 from compiler_trainer import UserError
 from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, MeshConfig, OptimConfig, TrainConfig
@@ -47,27 +46,27 @@ def theirs(folder, tokens, labels, images, dtype=torch.float64):
     """Return transformers' summed loss and gradients of one conversation, with the pixels of its own processor."""
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).train()
     inputs = {}
-    if images and folder.name.startswith("qwen"):
-        processor = processor_of(str(folder), None)
-        made = processor.inputs(IMAGE_TOKEN * len(images), [picture(image, SIZES[image]) for image in images])
-        inputs = {name: value for name, value in made.items() if name in ("pixel_values", "image_grid_thw")}
-        inputs["mm_token_type_ids"] = (tokens == processor.token_id).long()[None]
-    elif images:
-        processor = tf.AutoProcessor.from_pretrained(folder, backend="pil")
-        pictures = [Image.open(io.BytesIO(picture(image, SIZES[image]))) for image in images]
-        made = processor(text=[IMAGE_TOKEN * len(images)], images=pictures, return_tensors="pt")
-        inputs = {name: value for name, value in made.items() if name.startswith("pixel")}
+    if images:
+        processor, types = processor_of(str(folder), None), (tokens == model.config.image_token_id).long()[None]
+        made = processor.inputs(processor.token * len(images), [picture(image, SIZES[image]) for image in images])
+        inputs = {name: value for name, value in made.items() if name.startswith(("pixel", "image"))}
+        names = inspect.signature(model.forward).parameters
+        inputs |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in names}
     logits = model(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
     loss = F.cross_entropy(logits, labels, reduction="sum")
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind, image_tokens", [("llava", None), ("idefics3", None), ("qwen2_vl", 30), ("qwen3_5", 30)])
-def test_rows_have_transformers_loss_of_each_conversation_alone(kind, image_tokens, tmp_path):
+KINDS = ["llava", "idefics3", "gemma3", "gemma4", "qwen2_vl", "qwen3_5"]
+ANY_SIZE = {"qwen2_vl": 30, "qwen3_5": 30}  # image tokens of a row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_transformers_loss_of_each_conversation_alone(kind, tmp_path):
     folder = vision_folder(kind)
-    cfg = config(folder, tmp_path, image_tokens_per_row=image_tokens)
-    batch = build_datasets(cfg.data, 192, 4).train.rows
+    cfg = config(folder, tmp_path, image_tokens_per_row=ANY_SIZE.get(kind))
+    batch = build_datasets(cfg.data, 256, 4).train.rows
     batch = {name: torch.from_numpy(value) for name, value in batch.batch(np.arange(len(batch))).items()}
     assert len(batch["tokens"]) < len(CHATS), "a row has several conversations"
     trained = subject(cfg)

@@ -31,6 +31,7 @@ JOINED = {
     "list": lambda x: torch.cat(list(x)),
     "split": lambda x: torch.cat([part.reshape(-1, 3) for part in x.split([2, 4])]),
     "chunk": lambda x: torch.cat([part.flatten(0, 1) for part in x.chunk(3)]),
+    "one": lambda x: torch.cat([x.flatten(0, 1)]),
 }
 APART = {
     "other order": lambda x: torch.cat(list(x)[::-1]),

@@ -5,21 +5,25 @@ Eager PyTorch runs a model as transformers wrote it, on the patches of the image
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiler_trainer.models.by_row import ByRow
 from compiler_trainer.models.grids import TABLE, fill_table
 from compiler_trainer.models.processor import PIXELS
-from compiler_trainer.models.vision import View, outputs
+from compiler_trainer.models.vision import UNCHECKED, View, outputs
 from passes.torch_private import FakeTensor
 from tests.nightly.architectures.tiny import tiny
 from tests.nightly.models.case import ROWS, Batch, Case, Entry, batches, ids, normal
 from tests.nightly.models.zoo.transformer import make
-from tests.nightly.models.zoo.vision import IMAGE, IMAGES, LENGTH, PATCH, SIZE, in_grids, turned
+from tests.nightly.models.zoo.vision import IMAGE, IMAGES, LAYERS, LENGTH, PATCH, SIZE, in_grids, turned
 
 MERGE, PATCHES = 2, 64  # patches of a token along a side, and of a row
 GRIDS: list[list[tuple[int, int, int]]] = [[(1, 4, 6), (1, 8, 4)], [(1, 4, 4)], [(1, 6, 4), (1, 4, 4)]]
@@ -62,6 +66,44 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+def padded(generator: torch.Generator) -> Batch:
+    """Return rows with two images of different sizes, whose patches end with padding."""
+    batch = of_any_size(generator)
+    tokens, patches = ids(generator, IMAGE, ROWS, LENGTH), 4 * MERGE**2
+    places = torch.full((ROWS, IMAGES, patches, 2), -1)
+    for row in range(ROWS):
+        for image, start in enumerate((row, LENGTH // 2 + row)):
+            height, width = [(4, 4), (2, 4), (4, 2), (2, 6)][(row + image) % 4]
+            tokens[row, start : start + height * width // MERGE**2] = IMAGE
+            across, down = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
+            places[row, image, : height * width] = torch.stack([across, down], -1).reshape(-1, 2)
+    pixels = torch.rand(ROWS, IMAGES, patches, 3 * PATCH**2, generator=generator)
+    return batch | {"tokens": tokens, PIXELS: pixels * (places[..., :1] >= 0), "image_position_ids": places}
+
+
+def loss_of_padded(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy of the next tokens, of images with padding."""
+    is_captured = isinstance(batch["tokens"], FakeTensor)
+    with ByRow(ROWS, batch[PIXELS]) if is_captured else nullcontext(), patch.dict(os.environ, UNCHECKED):
+        logits = model(
+            input_ids=batch["tokens"],
+            pixel_values=batch[PIXELS].flatten(0, 1),
+            image_position_ids=batch["image_position_ids"].flatten(0, 1),
+            mm_token_type_ids=(batch["tokens"] == IMAGE).long(),
+            use_cache=False,
+        ).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def gemma4() -> Case:
+    """Build a Gemma 4 without audio."""
+    tower = {**LAYERS, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
+             "pooling_kernel_size": MERGE, "patch_size": PATCH, "position_embedding_size": 16}  # fmt: skip
+    text = tiny("gemma4_text").to_dict() | {"use_bidirectional_attention": "vision"}
+    sizes = {"text_config": text, "vision_config": tower, "audio_config": None, "image_token_id": IMAGE}
+    return Case(make("Gemma4ForConditionalGeneration", **sizes), loss_of_padded, batches(padded))
+
+
 def sees(name: str, model: str, text: Callable[[], dict[str, Any]], vision: dict[str, Any]) -> Entry:
     """Return an entry of a model."""
 
@@ -91,6 +133,7 @@ MODELS = [
     sees("cohere_compass", "CohereCompass", decoder("cohere_compass_text"), in_grids(out_hidden_size=NARROW, **DEEP)),
     sees("exaone4_5", "Exaone4_5_", decoder("exaone4"),
          in_grids(out_hidden_size=NARROW, num_key_value_heads=2, **WINDOWS)),
+    Entry("gemma4_vision", "transformers", gemma4, sequence=True),
     sees("glm5_next", "Glm5Next", decoder("glm5_next_text"), in_grids(out_hidden_size=NARROW, image_size=SIZE)),
     sees("glm_ocr", "GlmOcr", decoder("glm_ocr_text", **WHOLE), in_grids(out_hidden_size=NARROW, image_size=SIZE)),
     sees("qwen2_vl", "Qwen2VL", turned, in_grids(embed_dim=24, mlp_ratio=2)),
