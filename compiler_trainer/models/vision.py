@@ -54,7 +54,7 @@ def view_of(model: Any, processor: Processor) -> View:
     return View(
         tuple(name for name in blank.arrays if name in names),
         {name: table for name, table in blank.sizes.items() if name in names},
-        blank.arrays[PIXELS].ndim == 5,
+        blank.arrays[PIXELS].ndim == 5 and "image_sizes" not in blank.sizes,  # otherwise tiles of an image
         config.image_token_id,
         processor.merge is not None,
     )

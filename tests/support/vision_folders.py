@@ -20,6 +20,7 @@ from transformers import (
     Gemma4Config,
     Idefics3Config,
     LlavaConfig,
+    LlavaNextConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
 )
@@ -55,6 +56,21 @@ def llava(path: Path) -> Any:
                    num_additional_image_tokens=1, chat_template=TEMPLATE).save_pretrained(path)
     return LlavaConfig(text_config=TEXT, vision_config={"model_type": "clip_vision_model", **SEES},
                        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), vision_feature_layer=-1)
+
+
+def llava_next(path: Path) -> Any:
+    """Write the processor of a LLaVA-NeXT, which cuts an image into tiles by its aspect ratio; return its config."""
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    size, points = {"height": SIDE, "width": SIDE}, [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
+    images = LlavaNextImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size, image_grid_pinpoints=points)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    LlavaNextProcessor(images, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
+                       num_additional_image_tokens=1, chat_template=TEMPLATE).save_pretrained(path)
+    return LlavaNextConfig(text_config=TEXT, vision_config={"model_type": "clip_vision_model", **SEES},
+                           image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), vision_feature_layer=-1,
+                           image_grid_pinpoints=points)
 
 
 def idefics3(path: Path) -> Any:
@@ -137,7 +153,7 @@ def gemma3(path: Path) -> Any:
                         boi_token_index=boi, eoi_token_index=eoi)
 
 
-KINDS = {"gemma3": gemma3, "gemma4": gemma4, "llava": llava, "idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
+KINDS = {"gemma3": gemma3, "gemma4": gemma4, "llava": llava, "llava_next": llava_next, "idefics3": idefics3, "qwen2_vl": qwen2_vl, "qwen3_5": qwen3_5}
 
 
 @functools.cache

@@ -42,12 +42,12 @@ def config(folder, tmp_path, **data):
     return Config(model=FolderConfig(path=str(folder)), data=data)
 
 
-def theirs(folder, tokens, labels, images, dtype=torch.float64):
+def theirs(folder, tokens, labels, images, size=None, dtype=torch.float64):
     """Return transformers' summed loss and gradients of one conversation, with the pixels of its own processor."""
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).train()
     inputs = {}
     if images:
-        processor, types = processor_of(str(folder), None), (tokens == model.config.image_token_id).long()[None]
+        processor, types = processor_of(str(folder), size), (tokens == model.config.image_token_id).long()[None]
         made = processor.inputs(processor.token * len(images), [picture(image, SIZES[image]) for image in images])
         inputs = {name: value for name, value in made.items() if name.startswith(("pixel", "image"))}
         names = inspect.signature(model.forward).parameters
@@ -58,14 +58,15 @@ def theirs(folder, tokens, labels, images, dtype=torch.float64):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-KINDS = ["llava", "idefics3", "gemma3", "gemma4", "qwen2_vl", "qwen3_5"]
+KINDS = ["llava", "llava_next", "idefics3", "gemma3", "gemma4", "qwen2_vl", "qwen3_5"]
+ONE_SIZE = {"llava_next": (16, 30)}  # to which images are resized
 ANY_SIZE = {"qwen2_vl": 30, "qwen3_5": 30}  # image tokens of a row
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_have_transformers_loss_of_each_conversation_alone(kind, tmp_path):
     folder = vision_folder(kind)
-    cfg = config(folder, tmp_path, image_tokens_per_row=ANY_SIZE.get(kind))
+    cfg = config(folder, tmp_path, image_tokens_per_row=ANY_SIZE.get(kind), image_size=ONE_SIZE.get(kind))
     batch = build_datasets(cfg.data, 256, 4).train.rows
     batch = {name: torch.from_numpy(value) for name, value in batch.batch(np.arange(len(batch))).items()}
     assert len(batch["tokens"]) < len(CHATS), "a row has several conversations"
@@ -79,7 +80,7 @@ def test_rows_have_transformers_loss_of_each_conversation_alone(kind, tmp_path):
         for document in range(int(batch["documents"][row].max()) + 1):
             mine = batch["documents"][row] == document
             labels = batch["labels"][row][mine]
-            part, grads = theirs(folder, batch["tokens"][row][mine], labels, CHATS[numbers.pop(0)])
+            part, grads = theirs(folder, batch["tokens"][row][mine], labels, CHATS[numbers.pop(0)], ONE_SIZE.get(kind))
             expected += part
             count += int((labels >= 0).sum())
             gradients = {name: gradients.get(name, 0) + g for name, g in grads.items()}

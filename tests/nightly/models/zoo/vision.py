@@ -74,6 +74,12 @@ def sized(batch: Batch) -> dict[str, Any]:
     return flat(batch) | {"image_sizes": torch.tensor([[SIZE, SIZE]] * (ROWS * IMAGES))}
 
 
+def tiled(batch: Batch) -> dict[str, Any]:
+    """Return the images, each in three tiles, and their sizes, which are constants."""
+    tiles = batch["pixels"].flatten(0, 1).unsqueeze(1) * torch.tensor([1.0, 0.5, -1.0]).view(1, 3, 1, 1, 1)
+    return {"pixel_values": tiles.to(batch["pixels"].dtype), "image_sizes": torch.tensor([[SIZE, 2 * SIZE]] * len(tiles))}
+
+
 def gridded(batch: Batch) -> dict[str, Any]:
     """Return the patches of all images, [N, numbers of a patch], their grids, which are constants, and positions."""
     count = ROWS * IMAGES
@@ -140,6 +146,10 @@ MODELS = [
            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "projector_input_dim": 16,
            "projector_output_dim": 16, "vision_output_dim": 16, "pixel_shuffle_ratio": 0.5}, INDEX),
     seeing("llava_by_row", "Llava", 16, flat, text("llama"), CLIP, INDEX, vision_feature_layer=-1),
+    seeing("llava_next", "LlavaNext", 14, tiled, text("llama"), {**CLIP, "patch_size": 8}, INDEX, vision_feature_layer=-1,
+           image_grid_pinpoints=[[SIZE, 2 * SIZE], [2 * SIZE, SIZE]]),
+    seeing("llava_onevision", "LlavaOnevision", 14, tiled, text("qwen2"), {**SIGLIP, "patch_size": 8}, INDEX, vision_feature_layer=-1,
+           image_grid_pinpoints=[[SIZE, 2 * SIZE], [2 * SIZE, SIZE]]),
     seeing("llava_pixtral", "Llava", 16, sized, text("llama"), PIXTRAL, INDEX, vision_feature_layer=-1,
            vision_feature_select_strategy="full"),
     seeing("mistral3", "Mistral3", 4, sized, text("mistral", head_dim=6), PIXTRAL, INDEX),
