@@ -1059,8 +1059,9 @@ class Config:
     def takes_images(self) -> bool:
         """True if the model, the data and the loss can have images."""
         is_chat = self.data.chat and not self.data.pairs and self.data.packing != "cut"
-        from_files = all(source.name == "text" for source in (*self.data.read, *self.data.validation))
-        return self.head == "lm" and isinstance(self.model, FolderConfig) and is_chat and from_files and not self.loss
+        sources = {source.name for source in (*self.data.read, *self.data.validation)}
+        has_records = is_chat and sources <= {"text", "hf_dataset"}
+        return self.head == "lm" and isinstance(self.model, FolderConfig) and has_records and not self.loss
 
     @property
     def has_rollouts(self) -> bool:

@@ -365,8 +365,8 @@ CHECKS: Checks = (
     (
         "data.images_per_row",
         lambda c: not c.data.images_per_row or c.takes_images,
-        "{c.data.images_per_row} is for a folder's vision-language model, conversations in files and the default loss: "
-        "set model.path, data=text, data.chat=true, data.packing=auto, and neither data.pairs nor loss",
+        "{c.data.images_per_row} is for a folder's vision-language model, conversations and the default loss: "
+        "set model.path, data=text or hf_dataset, data.chat=true, data.packing=auto, and neither data.pairs nor loss",
     ),
     (
         "data.image_size",

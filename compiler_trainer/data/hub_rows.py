@@ -33,12 +33,32 @@ def load_split(name: str) -> Any:
     path, configuration, split = json.loads(name)
     try:
         if is_saved(path):
-            return select_split(library().load_from_disk(path), split)
-        return library().load_dataset(path, configuration, split=split)
+            return with_files(select_split(library().load_from_disk(path), split))
+        return with_files(library().load_dataset(path, configuration, split=split))
     except UserError:
         raise
     except Exception as error:  # the library raises whatever its readers raise
         raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def with_files(dataset: Any) -> Any:
+    """Return a dataset whose images are files, {"bytes": ..., "path": ...}, and not pictures."""
+    for name, feature in (dataset.features or {}).items():
+        if (changed := of_files(feature)) != feature:
+            dataset = dataset.cast_column(name, changed)
+    return dataset
+
+
+def of_files(feature: Any) -> Any:
+    """Return the type of a column in which images are files."""
+    kinds = library()
+    if isinstance(feature, kinds.Image):
+        return kinds.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, kinds.List):
+        return kinds.List(of_files(feature.feature), length=feature.length)
+    if isinstance(feature, dict):
+        return {name: of_files(part) for name, part in feature.items()}
+    return feature
 
 
 def select_split(dataset: Any, split: str) -> Any:
@@ -70,7 +90,7 @@ def load_stream(name: str) -> Any:
     if "[" in split or "+" in split:
         raise UserError("data.split", f"is {split}, and a stream has whole splits only; name one, such as train")
     try:
-        return library().load_dataset(path, configuration, split=split, streaming=True)
+        return with_files(library().load_dataset(path, configuration, split=split, streaming=True))
     except UserError:
         raise
     except Exception as error:  # the library raises whatever its readers raise

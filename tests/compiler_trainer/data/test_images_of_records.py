@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,6 +98,23 @@ def test_every_way_to_give_an_image_is_the_same(made, tmp_path):
     for batch in batches[1:]:
         assert batch.keys() == batches[0].keys()
         assert all(np.array_equal(batch[name], batches[0][name]) for name in batch)
+
+
+def test_a_dataset_of_the_hub_has_the_images_of_its_files(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    records = [as_parts(chat(images=2)) | {"images": [{"bytes": picture(n), "path": None} for n in (0, 1)]} for _ in range(3)]
+    expected = rows_of(made(records, "chats.parquet")[0])
+    features = datasets.Features({"images": datasets.List(datasets.Image()), "messages": datasets.List(
+        {"role": datasets.Value("string"), "content": datasets.List(
+            {"type": datasets.Value("string"), "text": datasets.Value("string")})})})
+    for path in (tmp_path / "saved", tmp_path / "named"):
+        written = datasets.Dataset.from_list(records, features=features)
+        path.mkdir()
+        written.save_to_disk(path) if path.name == "saved" else written.to_parquet(path / "train.parquet")
+        cfg = DataConfig(name="hf_dataset", path=str(path), chat=True, images_per_row=2, eval_fraction=0.0,
+                         tokenizer=str(vision_folder() / "tokenizer.json"), cache=str(tmp_path / "cache"))
+        found = rows_of(build_datasets(cfg, 128, 1))
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_documents_keep_their_images_in_order(made):
