@@ -9,6 +9,7 @@ images that no token reads. Inside `ByRow`, therefore
     x[mask]                            ->   the entries of a row at its image tokens, as many as it has features
     x[mask] = values                   ->   the k-th image token of a row gets the k-th value of this row
     x[order]                           ->   the entries of each row in its own order, for an order that `ordered` made
+    if mask.any():                     ->   the branch is taken, which changes nothing where the mask is false
 
 Without missing images, the results are those of transformers. No value is read, and rows stay where they are: neither
 data nor context parallelism gathers features. An image token without a feature gets NaN, and so does the loss.
@@ -40,6 +41,7 @@ class ByRow(TorchFunctionMode):
         super().__init__()
         self.rows, self.features = rows, 0  # of a row
         self.is_uneven = False  # images have unlike numbers of features
+        self.asked: dict[int, Tensor] = {}  # by id, whether masks are true anywhere
         self.known = Known(pixels) if isinstance(pixels, FakeTensor) else None  # eager PyTorch reads values itself
         self.orders: dict[int, tuple[Tensor, Tensor]] = {}  # id of an order of all rows -> (it, that of each row)
 
@@ -102,6 +104,17 @@ class ByRow(TorchFunctionMode):
             return NotImplemented
         return self.ordered(self.orders[id(x)][1].argsort(1))
 
+    def any(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return whether a mask is true anywhere; models ask it to save work, so that a branch on it is taken."""
+        anywhere = self.known.call(Tensor.any, (x, *args), kwargs) if self.known else x.any(*args, **kwargs)
+        if isinstance(anywhere, Tensor) and self.is_data(x):
+            self.asked[id(anywhere)] = anywhere
+        return anywhere
+
+    def is_true(self, x: Tensor) -> Any:
+        """Return True for the question whether a mask, which is data, is true anywhere."""
+        return True if self.known and id(x) in self.asked else NotImplemented
+
     def item(self, x: Tensor) -> Any:
         """Return the number of features of an image, which is not known if images have unlike numbers."""
         return Unknown() if self.is_uneven and self.is_data(x) else NotImplemented
@@ -158,6 +171,8 @@ BY_ROW: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: ByRow.assign,
     torch.argsort: ByRow.argsort,
     torch.split: ByRow.split,
+    Tensor.any: ByRow.any,
+    Tensor.__bool__: ByRow.is_true,
     Tensor.tolist: ByRow.tolist,
     Tensor.item: ByRow.item,
 }

@@ -36,7 +36,7 @@ from compiler_trainer.models.transformers_private import axis_taps, register_att
 TABLE = "image_grid_thw"  # transformers' name of the table
 TYPES = frozenset(  # of models whose results are right, by value: tests/nightly/models/zoo/grids.py
     """qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp glm_ocr exaone4_5 cohere_compass
-    glm5_next""".split()
+    cosmos3_omni glm5_next""".split()
 )
 ATTENTION = "flash_by_row"  # transformers gives borders to attention whose name has "flash", and cuts for others
 

@@ -44,8 +44,14 @@ class View:
 
 
 def view_of(model: Any, processor: Processor) -> View:
-    """Return how a model sees the images of a processor; raise UserError if its loss has terms that we do not have."""
+    """Return how a model sees the images of a processor.
+
+    Raises UserError if images are no features at tokens of the text, or its loss has terms that we do not have.
+    """
     config = model.config
+    if not hasattr(model, "model") or not isinstance(getattr(config, "image_token_id", None), int):
+        problem = f"is of a {config.model_type}, in which images are no features in place of tokens"
+        raise UserError("model.path", f"{problem}; leave data.images_per_row at 0, or use another model")
     if getattr(config.get_text_config(), "output_router_logits", False):
         problem = "its config.json asks for an auxiliary loss of routers (output_router_logits)"
         raise UserError("data.images_per_row", f"{problem}, which is not trained with images; set it to false")

@@ -98,6 +98,46 @@ def test_sizes_are_known_in_a_capture():
     assert captured_difference(Sized(), sized_loss, batch) == ""
 
 
+class Asking(nn.Module):
+    """Writes where a mask is true, if it is anywhere, and puts features with padding at image tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, marked, is_image, features, is_real):
+        features = self.layer(features)[is_real]
+        parts = torch.split(features, is_real.sum(1).tolist())
+        x = x.masked_scatter(is_image.unsqueeze(-1), torch.cat(parts))
+        if marked.any():
+            x = x.clone()
+            x[marked] = self.layer.bias
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("is_anywhere", [True, False])
+def test_branches_that_save_work_and_uneven_features_are_captured(is_anywhere):
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "x": torch.randn(2, 7, WIDTH, generator=generator),
+        "marked": torch.zeros(2, 7, dtype=torch.bool),
+        "is_image": torch.tensor([[0, 1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1, 0]]).bool(),
+        "features": torch.randn(4, 3, WIDTH, generator=generator),  # two images a row
+        "is_real": torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 0]]).bool(),
+    }
+    batch["marked"][:, 5] = is_anywhere
+    model = Asking()
+    expected = model(**batch)
+
+    def loss(model, batch):
+        with ByRow(2, batch["features"]):
+            return model(**batch)
+
+    assert torch.allclose(loss(model, batch), expected)
+    assert captured_difference(model, loss, batch) == ""
+
+
 def test_without_the_mode_they_are_refused():
     with pytest.raises(UserError, match="test_by_row.py"):
         capture(Sized(), lambda m, b: m(b["pixels"], torch.tensor([[2, 4], [4, 4]])), {"pixels": torch.randn(2, 4, 4)},

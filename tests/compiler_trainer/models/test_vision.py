@@ -21,6 +21,7 @@ from compiler_trainer.models.grids import fill_table, turning_positions
 from compiler_trainer.models.processor import Processor, processor_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject
+from compiler_trainer.models.vision import view_of
 from compiler_trainer.parity.of_config import check
 
 CHATS = [[0, 1], [2], [], [3, 0]]  # the images of each conversation; a row has up to two
@@ -149,6 +150,12 @@ def test_without_images_the_text_model_is_trained_alone(kind):
     batch = {"tokens": tokens, "positions": torch.arange(9).expand(2, 9), "documents": torch.zeros_like(tokens)}
     expected = tf.AutoModelForImageTextToText.from_pretrained(folder).eval()(input_ids=tokens).logits
     torch.testing.assert_close(alone.logits(module, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_whose_images_are_no_features_at_tokens_is_refused():
+    model = SimpleNamespace(config=SimpleNamespace(model_type="git"))
+    with pytest.raises(UserError, match="model.path: is of a git, in which images are no features in place of tokens"):
+        view_of(model, processor_of(str(vision_folder()), None))
 
 
 def test_a_text_model_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from tests.nightly.models.zoo import (
     recent,
     scans,
     science,
+    seeing,
     series,
     speech,
     tables,
@@ -45,4 +46,5 @@ MODELS: list[Entry] = [
     *scans.MODELS,
     *vision.MODELS,
     *grids.MODELS,
+    *seeing.MODELS,
 ]
