@@ -17,7 +17,7 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.indexers import SELECT_ACROSS_DOCUMENTS
 from compiler_trainer.models.documents import UNTRIED, WAYS
-from compiler_trainer.models.folder import library, logits, loss_of
+from compiler_trainer.models.folder import library, loss_of, outputs
 from compiler_trainer.models.loss import IGNORED_LABEL
 from compiler_trainer.models.shrunk import LARGEST, VOCAB, shrunk
 
@@ -69,7 +69,7 @@ def tried(attention: str, is_our_loss: bool, described: Described) -> str:
     if sees_later:
         problem = f"is of a {config.model_type} in which tokens see later tokens, so labels are no predictions"
         raise UserError("model.path", f"{problem}; use a decoder (is_decoder=true in its config.json)")
-    if is_our_loss and not trial.has_our_loss():
+    if is_our_loss and trial.has_head and not trial.has_our_loss():
         problem = f"is of a {config.model_type}, to whose loss transformers adds terms that we do not have"
         raise UserError("model.path", f"{problem}; give a loss of your own (loss._target_)")
     if attention != "documents":
@@ -89,13 +89,15 @@ def inseparable(config: Any) -> UserError:
 def small_model(config: Any) -> Any:
     """Return a small model of the kind, with random weights."""
     transformers, small = library(), shrunk(config)
+    has_head = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # not all text models of vision-language models
+    kind = transformers.AutoModelForCausalLM if has_head else transformers.AutoModel
     with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(small).parameters())
+        size = sum(p.numel() for p in kind.from_config(small).parameters())
     if size > LARGEST:
         raise ValueError(f"has {size:,} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        model = kind.from_config(small, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -106,16 +108,17 @@ class Trial:
     """A small model and a sequence of two documents."""
 
     def __init__(self, model: Any):
-        self.model = model
+        self.model, self.has_head = model, model.get_output_embeddings() is not None
         generator = torch.Generator().manual_seed(0)
         self.tokens, self.others = (torch.randint(4, VOCAB - 4, (1, LENGTH), generator=generator) for _ in range(2))
 
     @torch.no_grad()
     def logits(self, way: str, tokens: Tensor) -> Tensor:
-        """Return logits [T, V] for tokens [1, T] in documents of FIRST tokens each."""
+        """Return logits [T, V], or hidden states without a head, of tokens [1, T] in documents of FIRST tokens each."""
         at = torch.arange(tokens.shape[1])[None]
         batch = {"tokens": tokens, "positions": at % FIRST, "documents": at // FIRST}
-        return logits(way, self.model, batch)[0].float()
+        out = outputs(way, self.model, batch)
+        return getattr(out, "logits", out[0])[0].float()
 
     def sees_later(self) -> bool:
         """Return True if logits of the first tokens depend on later tokens."""

@@ -60,9 +60,19 @@ def shrunk(config: Any) -> Any:
         if name.endswith("_token_id") and isinstance(value, int):
             setattr(small, name, min(value, VOCAB - 1))
     cut_layers(small)
+    scale_turns(small)
     if overrides := config.to_dict().get("per_layer_config"):
         small.per_layer_config = dict(scaled(overrides, vars(config), vars(small)))
     return small
+
+
+def scale_turns(config: Any) -> None:
+    """Divide the pairs of a head anew among positions in time, height and width, if rotary embeddings have these."""
+    rotary = vars(config).get("rope_parameters")
+    if isinstance(rotary, dict) and rotary.get("mrope_section"):
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        pairs = int(head * rotary.get("partial_rotary_factor", 1.0)) // 2
+        config.rope_parameters = rotary | {"mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
 
 
 def scaled(

@@ -18,6 +18,7 @@ from compiler_trainer import UserError
 from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, MeshConfig, OptimConfig, TrainConfig
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models.grids import fill_table, turning_positions
+from compiler_trainer.models.probes import way_of
 from compiler_trainer.models.processor import Processor, processor_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject
@@ -180,3 +181,8 @@ def test_options_of_images_are_validated():
         validate(Config(data=DataConfig(image_tokens_per_row=8)), 1)
     with pytest.raises(UserError, match="data.image_size: goes with data.images_per_row"):
         validate(Config(data=DataConfig(image_size=(8, 8))), 1)
+
+
+def test_text_models_without_a_causal_class_are_tried_too():
+    config = tf.AutoConfig.from_pretrained(vision_folder("qwen2_vl")).get_text_config()
+    assert config.model_type == "qwen2_vl_text" and way_of("documents", config) == "masks"
