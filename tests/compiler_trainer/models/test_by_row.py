@@ -166,6 +166,7 @@ GATHERED = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_ranks_of_cp_share_the_tower():
     alone, shared = (rows_of_layers("qwen2_vl", "visual", mesh) for mesh in ({}, MESHES["cp 2"]))
     assert len(alone) > 8 and shared == [rows // 2 for rows in alone]

@@ -60,7 +60,7 @@ def theirs(folder, tokens, labels, images, size=None, dtype=torch.float64):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-KINDS = ["llava", "llava_next", "idefics3", "gemma3", "gemma4", "qwen2_vl", "qwen3_5"]
+KINDS = ["gemma3", "gemma4", "llava", "llava_next", "idefics3", "qwen2_vl", "qwen3_5"]
 ONE_SIZE = {"llava_next": (16, 30)}  # to which images are resized
 ANY_SIZE = {"qwen2_vl": 30, "qwen3_5": 30}  # image tokens of a row
 
@@ -124,11 +124,11 @@ def test_positions_turn_as_in_qwen2_vl():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("kind, image_tokens", [("idefics3", None), ("qwen2_vl", 20)])
 def test_a_job_with_images_is_compared_with_eager_pytorch(kind, image_tokens, mesh, tmp_path):
     cfg = config(vision_folder(kind), tmp_path, image_tokens_per_row=image_tokens)
-    cfg = replace(cfg, mesh=MeshConfig(**{"dp_shard": 1, **mesh}), train=TrainConfig(seq_len=26, global_batch_size=3),
+    cfg = replace(cfg, mesh=MeshConfig(**{"dp_shard": 1, **mesh}), train=TrainConfig(seq_len=26, global_batch_size=2 + mesh.get("pp", 1), microbatches=mesh.get("pp", 1)),
                   optim=OptimConfig(lr=0.05, eps=1e-3))
     outcome = check(cfg)
     assert outcome.verdict == "right", outcome.why
