@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
-from compiler_trainer.capture.fold import StateTensor, fold_layers
+from compiler_trainer.capture.fold import StateTensor, fold_stacks
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grad_modes import write_gradients
 from compiler_trainer.capture.grouped import any_dtype, replace_grouped_mm
@@ -130,10 +130,10 @@ def capture(
         replace_grouped_mm(exported.graph)
         share_constants(exported)
         mark_layers(exported.graph, batch_of(exported))
-        fold = fold_layers(exported.graph_module, state, folding) if folding else None
+        folds = fold_stacks(exported.graph_module, state, folding) if folding else ()
         exported = _functional(exported)
         write_out(exported.graph_module)
-    program = _to_program(exported, keys, tuple(metrics), model, fold)
+    program = _to_program(exported, keys, tuple(metrics), model, folds)
     check_matmuls(program)
     as_functions(program)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
@@ -252,7 +252,7 @@ def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node,
 
 
 def _to_program(
-    exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, fold: Fold | None
+    exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, folds: tuple[Fold, ...]
 ) -> ir.Program:
     batch, names, returned = iter(keys), first_names(model), iter(("loss", *metrics))
     signature = exported.graph_signature
@@ -272,7 +272,7 @@ def _to_program(
             continue
         target = spec.target.removeprefix("model.")
         name = constant_name(constants[node]) if node in constants else names.get(target, target)
-        if fold is not None and fold.holds(name):
+        if any(fold.holds(name) for fold in folds):
             exported.graph.erase_node(node)
             continue
         if name in nodes:
@@ -307,7 +307,7 @@ def _to_program(
             warnings.warn(f"{ir.source(node)} asserts a condition on values, which no step will check", stacklevel=2)
             exported.graph.erase_node(node)
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
-    return ir.Program(module, tuple(add_layers(inputs, nodes)), tuple(outputs), fold=fold)
+    return ir.Program(module, tuple(add_layers(inputs, nodes)), tuple(outputs), folds=folds)
 
 
 def add_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:

@@ -40,14 +40,28 @@ class Section:
     nodes: tuple[fx.Node, ...]
 
 
-def fold_layers(module: fx.GraphModule, state: Mapping[fx.Node, StateTensor], folding: Folding) -> Fold | None:
-    """Remove layers from the graph; return which ones, or None if too few are equal.
+def fold_stacks(
+    module: fx.GraphModule, state: Mapping[fx.Node, StateTensor], folding: Folding
+) -> tuple[Fold, ...]:
+    """Remove layers from the graph; return which ones: of each stack those of its longest run of equal layers.
 
     `state` are the parameters and buffers of the placeholders.
     """
+    stacks = dict.fromkeys(layer.stack for layer in layers_in_order(module.graph) if layer is not NO_LAYER)
+    folds = (fold_stack(module, stack, state, folding) for stack in stacks)
+    return tuple(fold for fold in folds if fold is not None)
+
+
+def fold_stack(
+    module: fx.GraphModule, stack: str, state: Mapping[fx.Node, StateTensor], folding: Folding
+) -> Fold | None:
+    """Remove layers of a stack; return which ones, or None if too few are equal."""
     layers, names = layers_in_order(module.graph), {node: tensor.name for node, tensor in state.items()}
     inputs = inputs_by_layer(state, folding.alike)
-    texts = [text_of(layers, i, names, folding.alike, inputs) for i in range(len(layers))]
+    texts = [
+        text_of(layers, i, names, folding.alike, inputs) if layer.stack == stack else None
+        for i, layer in enumerate(layers)
+    ]
     first, end = longest_run(layers, texts)
     removed = layers[first + folding.before : max(end - folding.after, 0)]
     if not removed or any(escapes(layers, i, names) for i in range(first, end - 1)):

@@ -252,9 +252,9 @@ class Stage:
         return self._read[0]
 
     @property
-    def left_out(self) -> int:
-        """The number of layers that a folded layer stands for, itself not counted."""
-        return self.graph.fold.left_out if self.graph.fold else 0
+    def left_out(self) -> list[int]:
+        """The numbers of layers that folded layers stand for, these not counted."""
+        return [fold.left_out for fold in self.graph.folds]
 
     @property
     def nodes(self) -> list[Node]:

@@ -64,7 +64,7 @@ def memory(stage: Stage) -> list[Stored]:
     for name, last, size, kind in stage.costs["storages"]:
         node, user = stage.by_name[name], stage.by_name.get(last)  # a returned value lives until "output"
         born = first if node.is_input else node.line
-        times = stage.left_out if size == stage.left_out * node.bytes else 1
+        times = next((count for count in stage.left_out if size == count * node.bytes), 1)
         stored.append(Stored(name, born, user.line if user and not node.is_input else end, size, kind, times))
     return stored
 

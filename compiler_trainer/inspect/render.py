@@ -54,7 +54,7 @@ def pack(text: str) -> str:
 def summary(run: Run) -> dict[str, Any]:
     """Return the data that the page needs before it unpacks any text."""
     last = run.trained[-1] if run.trained else run.stages[-1]
-    mesh, order, fold = last.graph.mesh, last.graph.order, run.stages[0].graph.fold
+    mesh, order, folds = last.graph.mesh, last.graph.order, run.stages[0].graph.folds
     changes = list(reshards(run))
     experts = balance(run)
     return {
@@ -65,7 +65,7 @@ def summary(run: Run) -> dict[str, Any]:
         "zigzag": [SEQUENCE_AXIS] if order.zigzag else [],
         "blocks": {SEQUENCE_AXIS: order.chunks} if order.table else {},
         "flattened": mesh.flattened,
-        "folded": str(fold or ""),
+        "folded": ", ".join(map(str, folds)),
         "stages": [stage_summary(run, stage) for stage in run.dumped],
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,

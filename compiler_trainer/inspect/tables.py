@@ -65,8 +65,9 @@ def show_run(run: Run, out: Console) -> None:
         out.print(f"program {stored['stored_as']}, {came}")
     if not run.stages[0].dump.exists():
         return say(out, "graphs", f"{run.stages[0].dump.name} {EARLIER}")
-    if fold := run.stages[0].graph.fold:
-        out.print(f"while passes ran, {fold}; costs are of all layers, nodes of the remaining ones")
+    if folds := run.stages[0].graph.folds:
+        folded = ", ".join(map(str, folds))
+        out.print(f"while passes ran, {folded}; costs are of all layers, nodes of the remaining ones")
     for name, bodies in run.bodies.items():
         out.print(bodies_table(name, bodies))
     for stage in run.trained:

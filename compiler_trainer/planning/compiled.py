@@ -104,9 +104,9 @@ def export_few(cfg: Config, request: CompileRequest, folding: Folding | None) ->
         return export_once(request, folding)
     small = subject(replace_nested(cfg, {"model": {"n_layers": count}}))
     program, ctx = export_once(dataclasses.replace(request, model=small.module, loss_fn=small.loss), folding)
-    if program.fold is None:
+    if len(program.folds) != 1:
         return export_once(request, folding)
-    return Captured(with_more_layers(program, program.fold, cfg.model.n_layers - count), ctx)  # type: ignore[union-attr]
+    return Captured(with_more_layers(program, program.folds[0], cfg.model.n_layers - count), ctx)  # type: ignore[union-attr]
 
 
 def with_more_layers(program: ir.Program, fold: Fold, missing: int) -> ir.Program:
@@ -133,7 +133,7 @@ def with_more_layers(program: ir.Program, fold: Fold, missing: int) -> ir.Progra
             ir.set_record(node, all_but_missing.record_in_whole(record, missing))
     inputs, outputs = tuple(map(moved, program.inputs)), tuple(map(renamed, program.outputs))
     fold = dataclasses.replace(fold, left_out=fold.left_out + missing)
-    return dataclasses.replace(program, inputs=inputs, outputs=outputs, fold=fold)
+    return dataclasses.replace(program, inputs=inputs, outputs=outputs, folds=(fold,))
 
 
 def few_layers(cfg: Config, request: CompileRequest, folding: Folding | None) -> int | None:

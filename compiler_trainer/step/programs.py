@@ -108,7 +108,7 @@ class Withholding:
         self.withheld: list[tuple[ir.Program, PassRecord]] = []
 
     def __call__(self, program: ir.Program, record: PassRecord) -> None:
-        if program.fold or self.withheld:
+        if program.folds or self.withheld:
             self.withheld.append((program, record))
         elif self.observe is not None:
             self.observe(program, record)
@@ -170,7 +170,7 @@ class Runner:
 
         `known_results` are numerical results of the program.
         """
-        if captured.program.fold and any(step.gives is Stage.SEGMENTED for step in passes):
+        if captured.program.folds and any(step.gives is Stage.SEGMENTED for step in passes):
             passes = (*passes, self.unfold)
         if not passes:
             return captured

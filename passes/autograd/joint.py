@@ -167,7 +167,8 @@ def report_idle(names: list[str], program: ir.Program) -> tuple[str, ...]:
     """Return a line on parameters that take no part, if there are any."""
     if not names:
         return ()
-    layers = f", and those of {program.fold.left_out} layers like them" if program.fold else ""
+    left_out = sum(fold.left_out for fold in program.folds)
+    layers = f", and those of {left_out} layers like them" if left_out else ""
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "") + layers
     return (f"parameters on which the loss does not depend stay unchanged: {shown}",)
 

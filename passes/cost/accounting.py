@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from passes.context import operators
 from passes.ir import ir
 from passes.ir.folds import Fold
+from passes.ir.layer import Layer
 from passes.ir.mesh import Mesh
 from passes.ir.operators import axis_of, kind_of, started
 from passes.ops import routed
@@ -88,18 +89,14 @@ class Ledger:
     avals: Avals
 
     @cached_property
-    def layers(self) -> dict[fx.Node, int | None]:
-        """The number of each node's layer in the stack in which one layer stands for others."""
-        fold = self.program.fold
-        assert fold is not None
+    def layers(self) -> dict[fx.Node, Layer | None]:
+        """The layer of each node, also of inputs."""
         inputs = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
-        layers = {n: inputs[n].layer if n in inputs else ir.layer(n) for n in self.program.graph.nodes}
-        return {node: fold.number_of(layer) for node, layer in layers.items()}
+        return {n: inputs[n].layer if n in inputs else ir.layer(n) for n in self.program.graph.nodes}
 
     def times(self, node: fx.Node) -> int:
         """Return the number of nodes of the full program that a node stands for."""
-        fold = self.program.fold
-        return 1 + fold.left_out if fold and self.layers[node] == fold.number else 1
+        return self.program.layers(self.layers[node]) if self.program.folds else 1
 
     @cached_property
     def flops(self) -> dict[fx.Node, int]:
@@ -120,7 +117,7 @@ class Ledger:
     def all_lives(self) -> list[Life]:
         """The lifetimes of the program's storages, and of those of layers that one layer stands for."""
         lives = [Life(s, 1, *life) for s, life in self.lives.items()]
-        return lives if self.program.fold is None else [*lives, *lives_left_out(self, self.program.fold)]
+        return lives + [life for fold in self.program.folds for life in lives_left_out(self, fold)]
 
     @cached_property
     def makers(self) -> dict[int, fx.Node]:
@@ -303,7 +300,7 @@ def peak_of(ledger: Ledger) -> Peak:
 
 
 def lives_left_out(ledger: Ledger, fold: Fold) -> Iterator[Life]:
-    """Yield the lifetimes of the storages of layers that one layer stands for, for the time when all of them are alive.
+    """Yield the lifetimes of the storages of layers that a layer stands for, for the time when all of them are alive.
 
     A tensor kept for another phase is alive in all folded layers at once, from the time when the last of them made it
     until the first is done with it. A tensor of one phase is alive in one layer at a time.
@@ -311,7 +308,7 @@ def lives_left_out(ledger: Ledger, fold: Fold) -> Iterator[Life]:
     nodes, storages_by_layer = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
     for storage, maker in ledger.makers.items():
         if storage in ledger.lives:
-            storages_by_layer.setdefault(ledger.layers[maker], []).append(storage)
+            storages_by_layer.setdefault(fold.number_of(ledger.layers[maker]), []).append(storage)
     next_number = fold.number + fold.left_out + 1  # the layer after those left out has the same tensors
     storages, other_storages = storages_by_layer.get(fold.number, []), storages_by_layer.get(next_number, [])
     if len(storages) != len(other_storages):

@@ -116,7 +116,7 @@ class Program:
         outputs: descriptions of the returned values.
         mesh: the sizes of the axes.
         stage: the progress from the captured model to compilation.
-        fold: the layer that stands for several, if one does.
+        folds: the layers that stand for several, one of a stack.
         bounds: a one-device program from a batch to the first and the last key that each query sees, a pair for each
             distinct interval attention; it is set if a sequence is sharded and documents decide.
         task: the part of a step with pipeline stages that it computes.
@@ -128,7 +128,7 @@ class Program:
     outputs: tuple[Output, ...]
     mesh: Mesh = Mesh()
     stage: Stage = Stage.CAPTURED
-    fold: Fold | None = None
+    folds: tuple[Fold, ...] = ()
     bounds: Program | None = field(default=None, compare=False, repr=False)
     task: Task | None = None
     evaluates: bool = False
@@ -158,12 +158,11 @@ class Program:
 
     def layers(self, layer: Layer | None) -> int:
         """Return the number of layers that a `layer` stands for, or 1."""
-        is_folded = self.fold is not None and self.fold.number_of(layer) == self.fold.number
-        return 1 + self.fold.left_out if self.fold is not None and is_folded else 1
+        return 1 + sum(fold.left_out for fold in self.folds if fold.number_of(layer) == fold.number)
 
     def times(self, node: fx.Node) -> int:
         """Return the number of layers that the layer of the operator `node` stands for, or 1."""
-        return 1 if self.fold is None else self.layers(layer(node))
+        return self.layers(layer(node)) if self.folds else 1
 
     def count(self, nodes: Iterable[fx.Node]) -> int:
         """Return the number of operators that `nodes` are in the program with all its layers."""

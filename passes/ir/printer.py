@@ -76,8 +76,7 @@ def lines_of(program: ir.Program) -> Iterator[Line]:
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
     yield Line(f"# mesh: {mesh or 'one device'}")
     yield Line(f"# stage: {program.stage}")
-    if program.fold:
-        yield Line(f"# folded: {program.fold}")
+    yield from (Line(f"# folded: {fold}") for fold in program.folds)
     yield Line(f"# inputs: {len(program.inputs)}")
     yield from _inputs(program)
     yield from _counts(program)

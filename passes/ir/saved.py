@@ -142,7 +142,7 @@ class Writer:
             "outputs": [[o.name, o.kind, self.spec(o.spec), o.count] for o in program.outputs],
             "mesh": encoded(program.mesh),
             "stage": int(program.stage),
-            "fold": encoded(program.fold),
+            "folds": encoded(program.folds),
             "bounds": program.bounds and self.program(program.bounds),
             "task": program.task,
             "evaluates": program.evaluates,
@@ -340,7 +340,7 @@ class Reader:
             tuple(ir.Output(name, kind, self.specs[spec], *count) for name, kind, spec, *count in part["outputs"]),
             decoded(part["mesh"]),
             Stage(part["stage"]),
-            decoded(part["fold"]),
+            decoded(part["folds"]) if "folds" in part else tuple(filter(None, [decoded(part["fold"])])),  # earlier runs
             part["bounds"] and self.program(part["bounds"]),
             part["task"] and Task(*part["task"]),
             part["evaluates"],

@@ -37,7 +37,7 @@ def backward_slice(program: ir.Program, ends: Mapping[fx.Node, ir.Input], result
     graph.output(tuple(copies[node] for node in results))
     inputs = tuple(input_ for node, input_ in ends.items() if node in cone)
     outputs = tuple(ir.Output(node.name, "metric", Spec.whole(tuple(ir.example(node).shape))) for node in results)
-    return program.with_graph(graph, inputs=inputs, outputs=outputs, fold=None, bounds=None)
+    return program.with_graph(graph, inputs=inputs, outputs=outputs, folds=(), bounds=None)
 
 
 LARGEST = 2**28  # most entries of a tensor computed at compile time

@@ -39,13 +39,14 @@ class Unfold(ir.Pass):
     takes = (Stage.SEGMENTED,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if program.fold is None:
+        if not program.folds:
             raise ValueError("the program has no folded layers")
-        unfolded = Writer(program, program.fold).write()
-        effect = ir.Effect(
-            "passes.fold_layers", program.fold.left_out, "layers copied from another", detail=str(program.fold)
-        )
-        return unfolded, ir.Report({"layers": program.fold.left_out}, effects=(effect,))
+        left_out = sum(fold.left_out for fold in program.folds)
+        detail = ", ".join(map(str, program.folds))
+        while program.folds:
+            program = Writer(program, program.folds[0]).write()
+        effect = ir.Effect("passes.fold_layers", left_out, "layers copied from another", detail=detail)
+        return program, ir.Report({"layers": left_out}, effects=(effect,))
 
 
 def layers_of(program: ir.Program, fold: Fold) -> dict[fx.Node, int | None]:
@@ -164,7 +165,7 @@ class Writer:
                 self.put(node, copy, self.copies[copy])
         old = self.program.graph.output_node()
         self.graph.output(fx.map_arg(old.args[0], lambda n: self.operand(n, None, 0)))
-        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), fold=None)
+        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), folds=self.program.folds[1:])
 
     def order(self) -> list[tuple[Visit, int]]:
         """Return all visits, and copies of the folded layer's, in order: layers that interleave still interleave.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -212,7 +212,7 @@ class Remat(ir.Pass):
                 f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
                 "the model has none; set passes.remat.policy=none",
             )
-        policy = self.by_layer(layers, program.fold)
+        policy = self.by_layer(layers, program.folds)
         region: dict[fx.Node, Region] = {
             n: layer if (layer := ir.layer(n)) in policy else ir.record(n).checkpoint or layer for n in program.calls()
         }
@@ -255,12 +255,12 @@ class Remat(ir.Pass):
             return "modules", self.modules[by_module[0]]
         return ("ops", self.ops[by_op[0]]) if by_op else None
 
-    def by_layer(self, layers: list[Layer], fold: Fold | None) -> dict[Layer | None, Policy]:
+    def by_layer(self, layers: list[Layer], folds: Sequence[Fold]) -> dict[Layer | None, Policy]:
         """Return the policy of each layer that does not keep everything.
 
         Raise Refused for a pattern without a match.
         """
-        names = [*map(str, layers), *(fold.names() if fold else [])]
+        names = [*map(str, layers), *(name for fold in folds for name in fold.names())]
         policies: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
         if self.policy == "every_n":
             policies = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}

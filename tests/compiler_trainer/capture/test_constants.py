@@ -86,7 +86,7 @@ def test_the_numeric_verifier_knows_their_values():
 def test_layers_are_alike_only_if_their_constants_are_equal(differ):
     seen = []
     trained(Deep([0.1 * i if differ else 0.5 for i in range(14)]), {"dp_shard": 2},
-            observe=lambda program, record: seen.append(program.fold))  # fmt: skip
+            observe=lambda program, record: seen.append(program.folds))  # fmt: skip
     assert any(seen) != differ
 
 

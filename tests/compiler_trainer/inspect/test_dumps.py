@@ -132,7 +132,7 @@ def test_memory_of_layers_that_one_stands_for_is_so_many_times_its_value(tmp_pat
     stage = dump(tmp_path)
     node = next(node for node in stage.nodes if node.op == "parameter")
     size = {"f64": 8, "f32": 4}[node.dtype] * math.prod(node.shape)
-    change(stage, fold=Fold("layers", 3, 4))
+    change(stage, folds=(Fold("layers", 3, 4),))
     rows = [[node.name, "output", times * size, "parameters"] for times in (1, 4)]
     stage.path.with_suffix(".costs.json").write_text(json.dumps({"collectives": [], "flops": [], "storages": rows}))
     (stage,) = dumps.load_stages(tmp_path)

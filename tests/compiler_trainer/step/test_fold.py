@@ -109,7 +109,7 @@ def compiled(case, fold):
     job = request(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
     result, report = programs(job)
     assert not any("stands for" in note for note in report.notes)
-    return result, exported(job).program.fold, report.passes
+    return result, exported(job).program.folds, report.passes
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,13 +117,13 @@ def compiled(case, fold):
 @pytest.mark.sweep(6)
 def test_the_program_is_that_of_all_layers(case):
     (whole, none, _), (folded, fold, _) = compiled(case, False), compiled(case, True)
-    assert none is None and fold is not None and fold.left_out >= 1
+    assert none == () and [f.left_out >= 1 for f in fold] == [True]
     assert folded.keys() == whole.keys()
     for name, program in whole.items():
         assert folded[name].inputs == program.inputs and folded[name].outputs == program.outputs
         assert calls(folded[name]) == calls(program)
         assert origins(folded[name]) == origins(program)
-        assert folded[name].fold is None
+        assert not folded[name].folds
 
 
 @pytest.mark.full
@@ -164,7 +164,7 @@ def test_it_trains_to_the_bit():
 def test_patterns_of_one_policy_do_not_keep_layers_apart():
     layers = {f"layers.{n}": "full" for n in range(14)}
     job = request(llama(16), passes={"remat": {"policy": "selective", "layers": layers}}, evaluate=False)
-    assert exported(job).program.fold.left_out == 14 - 6
+    assert exported(job).program.folds[0].left_out == 14 - 6
     programs(job)
     with pytest.raises(UserError, match="no layer is named like 'layers.16'"):
         programs(request(llama(16), passes={"remat": {"layers": {"layers.16": "full"}}}, evaluate=False))
@@ -174,11 +174,11 @@ def test_patterns_of_one_policy_do_not_keep_layers_apart():
 def test_passes_see_few_layers_and_dumps_say_so():
     seen = []
     programs(request(llama(16)), lambda program, record: seen.append((record, program)))
-    for stage, run in groupby(seen, key=lambda pair: pair[1].fold):
+    for stage, run in groupby(seen, key=lambda pair: pair[1].folds):
         for record, program in run:
             layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
             assert len(layers) == (7 if stage else 16), record.name
-    assert str(seen[0][1].fold) == "layers.3 stands for layers.3 to layers.12"
+    assert str(*seen[0][1].folds) == "layers.3 stands for layers.3 to layers.12"
 
 
 @pytest.mark.full
@@ -187,16 +187,77 @@ def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
     stages = load_stages(tmp_path)
     assert [stage.name for stage in stages][-2:] == list(CALLS)
     for stage in stages[:-2]:
-        assert str(stage.graph.fold) == "layers.3 stands for layers.3 to layers.8"
+        assert str(*stage.graph.folds) == "layers.3 stands for layers.3 to layers.8"
         assert peak_line(stage)[1] == stage.report["accounting"]["peak_bytes"]
+
+
+class Residual(nn.Sequential):
+    """Layers around which their input goes."""
+
+    def forward(self, x):
+        return x + torch.tanh(super().forward(x))
+
+
+class TwoStacks(nn.Module):
+    """Layers that read a picture, and layers that read it with tokens."""
+
+    def __init__(self, n=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Residual(nn.Linear(6, 6)) for _ in range(n))
+        self.layers = nn.ModuleList(Residual(nn.Linear(6, 9), nn.Linear(9, 6)) for _ in range(n))
+
+    def forward(self, x, picture):
+        for block in self.blocks:
+            picture = block(picture)
+        x = x + picture.mean(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def two_stacks(fold, **how):
+    """Return a step of two stacks, and the losses of three batches."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(4, 5, 6, generator=generator), "picture": torch.randn(4, 3, 6, generator=generator)}
+               for _ in range(3)]
+    step = compile_lockstep(TwoStacks(), lambda m, b: m(**b).square().mean(), batches[0], {"dp_shard": 2},
+                            passes={"fold_layers": fold, **how})
+    return step, [step(batch)["loss"] for batch in batches]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_two_stacks_are_folded_at_once(policy):
+    (whole, expected), (folded, losses) = (two_stacks(fold, remat={"policy": policy}) for fold in (False, True))
+    assert losses == expected
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, folded.state_dict()[name])
+    assert folds_of(folded) == "blocks.5 stands for blocks.5 to blocks.10, layers.5 stands for layers.5 to layers.10"
+    of_whole = {(p["program"], p["name"]): p for p in whole.report["passes"]}
+    for record in folded.report["passes"]:
+        other = of_whole[record["program"], "segment" if record["name"] == "unfold" else record["name"]]
+        costs, expected_costs = (r["accounting"] | {"peak_node": ""} for r in (record, other))
+        assert costs == expected_costs, (record["program"], record["name"])
+    assert of_whole["step", "optimize"]["nodes_after"] > 1.3 * nodes_after_update(folded)
+
+
+def folds_of(step):
+    """Return the layers that stand for others."""
+    reports = (record["report"] for record in step.report["passes"] if record["name"] == "unfold")
+    return next(effect["detail"] for report in reports for effect in report["effects"])
+
+
+def nodes_after_update(step):
+    """Return the number of nodes of a step with its update."""
+    return next(record["nodes_after"] for record in step.report["passes"] if record["name"] == "optimize")
 
 
 # ---- layers that are not folded ----------------------------------------------------------------------
 
 
 def left_out(model, loss_fn=llama_loss, **how):
-    """Return the number of layers left out of twelve, of which ten must stay."""
-    return exported(request(model, loss_fn, **{"mesh": {"dp_shard": 2}, **how})).program.fold
+    """Return the folds of twelve layers, of which ten must stay."""
+    return exported(request(model, loss_fn, **{"mesh": {"dp_shard": 2}, **how})).program.folds
 
 
 def odd(change):
@@ -221,25 +282,25 @@ def narrower(layer):
 @pytest.mark.parametrize("change", [frozen, scaled])
 @pytest.mark.full
 def test_a_layer_in_the_middle_that_is_other(change):
-    assert left_out(llama(12)) is not None and left_out(odd(change)) is None
+    assert left_out(llama(12)) and not left_out(odd(change))
 
 
 def test_a_layer_stored_in_another_dtype():
-    assert left_out(odd(narrower), passes={"cast": {"param_dtype": "bfloat16"}}) is None
+    assert not left_out(odd(narrower), passes={"cast": {"param_dtype": "bfloat16"}})
 
 
 @pytest.mark.full
 def test_a_layer_that_an_option_names():
     for passes in ({"cast": {"modules": {"layers.6": "float32"}, "param_dtype": "bfloat16"}},
                    {"remat": {"modules": {"layers.6.*": "recompute"}}}, {"shard": {"plan": {"layers.6.attention.wq.weight": {"tp": 0}}}}):
-        assert left_out(llama(12), passes=passes) is None
+        assert not left_out(llama(12), passes=passes)
 
 
 @pytest.mark.parametrize("passes", [{"remat": {"policy": "every_n"}}, {"remat": {"policy": "budget", "budget_gib": 1}},
                                     {"verify": "numeric"}, {"segment": {"max_nodes": None}}])
 @pytest.mark.sample(2)
 def test_options_that_treat_layers_by_number_or_all_at_once(passes):
-    assert left_out(llama(12), passes=passes) is None
+    assert not left_out(llama(12), passes=passes)
 
 
 def test_a_value_of_a_layer_in_the_middle_that_others_read():
@@ -258,7 +319,7 @@ def test_a_value_of_a_layer_in_the_middle_that_others_read():
     def loss(model, batch):
         return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
 
-    assert left_out(Deep(False), loss) is not None and left_out(Deep(True), loss) is None
+    assert not left_out(Deep(False), loss) is not None and left_out(Deep(True), loss)
 
 
 class Lent(nn.Linear):
@@ -285,8 +346,8 @@ def test_a_layer_that_reads_what_the_first_one_has():
     def loss(model, batch):
         return model(batch["positions"].to(torch.float32)[:, :4].cos()).square().mean()
 
-    assert left_out(Borrowing(None), loss) is not None
-    assert left_out(Borrowing(7), loss) is None
+    assert left_out(Borrowing(None), loss)
+    assert not left_out(Borrowing(7), loss)
 
 
 def test_layers_called_twice_or_tied():
@@ -303,17 +364,17 @@ def test_layers_called_twice_or_tied():
     def loss(model, batch):
         return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
 
-    assert left_out(Twice(), loss) is None
+    assert not left_out(Twice(), loss)
     tied = llama(12)
     tied.layers[6].attention.wq.weight = tied.layers[2].attention.wq.weight
-    assert left_out(tied) is None
+    assert not left_out(tied)
 
 
 def test_layers_that_drop_out():
     class Dropping(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(12))
+            self.layers = nn.ModuleList(Residual(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(12))
 
         def forward(self, x):
             for layer in self.layers:
@@ -323,7 +384,7 @@ def test_layers_that_drop_out():
     def loss(model, batch):
         return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
 
-    assert left_out(Dropping(), loss) is None
+    assert not left_out(Dropping(), loss)
 
 
 # ---- layers that differ after passes ------------------------------------------------------------------
@@ -335,7 +396,7 @@ def rolled_up():
     job = request(llama(12), evaluate=False)
     pipeline, captured = build_pipeline(job), exported(job)
     program, _ = run_passes("step", pipeline.lineage("step"), captured.program, captured.ctx)
-    assert program.stage is Stage.SEGMENTED and program.fold
+    assert program.stage is Stage.SEGMENTED and program.folds
     return program, captured.ctx
 
 
@@ -386,7 +447,7 @@ def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
     result, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
     whole, _ = programs(request(llama(12), fold=False))
     assert report.finish()["notes"] == ["layers are not folded: unfold: planted"]
-    assert not any(program.fold for program, _ in seen)
+    assert not any(program.folds for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
     assert len(seen) == len(report.passes)
     for name, program in whole.items():

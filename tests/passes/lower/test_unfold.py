@@ -59,11 +59,11 @@ def value(program, *weights):
 
 def test_it_computes_what_all_layers_do():
     folded, ctx = chain(FEW)
-    unfolded, report = Unfold()(replace(folded, fold=FOLD), ctx)
+    unfolded, report = Unfold()(replace(folded, folds=(FOLD,)), ctx)
     expected, _ = chain(ALL)
     assert [item.name for item in unfolded.inputs] == ["x", *(f"layers.{i}.w" for i in ALL)]
     assert [item.layer for item in unfolded.inputs] == [item.layer for item in expected.inputs]
-    assert report.counts == {"layers": LEFT_OUT} and unfolded.fold is None
+    assert report.counts == {"layers": LEFT_OUT} and not unfolded.folds
     weights = [torch.rand(2, 3, dtype=torch.float64) for _ in ALL]
     assert torch.equal(value(unfolded, *weights), value(expected, *weights))
     layers = [ir.layer(node) for node in flatten(unfolded).calls() if node.target is aten.tanh.default]
@@ -74,7 +74,7 @@ def test_it_computes_what_all_layers_do():
 def test_a_neighbour_that_computes_something_else_is_named(other):
     folded, ctx = chain(FEW, other)
     with pytest.raises(ir.LayersDiffer, match="layers.2: its part"):
-        Unfold()(replace(folded, fold=FOLD), ctx)
+        Unfold()(replace(folded, folds=(FOLD,)), ctx)
 
 
 def test_a_program_without_a_fold_is_refused():
