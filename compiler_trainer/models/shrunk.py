@@ -67,7 +67,7 @@ def shrunk(config: Any) -> Any:
 
 
 def scale_turns(config: Any) -> None:
-    """Divide the pairs of a head anew among positions in time, height and width, if rotary embeddings have these."""
+    """Divide the pairs of a smaller head among positions in time, height and width, if rotary embeddings have these."""
     rotary = vars(config).get("rope_parameters")
     if isinstance(rotary, dict) and rotary.get("mrope_section"):
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

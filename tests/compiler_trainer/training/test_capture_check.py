@@ -32,7 +32,7 @@ class Watched(nn.Module):
 
 def checked(loss=lambda model, batch: model(batch["x"]).square().mean(), verify="structure") -> str:
     torch.manual_seed(0)
-    model, cfg = Watched(), SimpleNamespace(model=None, has_own_loss=False, passes=SimpleNamespace(verify=verify))
+    model, cfg = Watched(), SimpleNamespace(model=None, has_own_loss=False, sees=False, passes=SimpleNamespace(verify=verify))
     values = [*model.named_parameters(), *model.named_buffers()]
     trained = SimpleNamespace(module=model, loss=loss, initial=lambda: ((n, v.detach().clone()) for n, v in values))
     return check_capture(cfg, trained, lambda: {"x": torch.arange(10).view(2, 5)})
