@@ -227,6 +227,7 @@ def two_stacks(fold, **how):
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.sample(1)
 def test_two_stacks_are_folded_at_once(policy):
     (whole, expected), (folded, losses) = (two_stacks(fold, remat={"policy": policy}) for fold in (False, True))
     assert losses == expected
