@@ -137,8 +137,8 @@ class ByRow(TorchFunctionMode):
         return self.features > 0 and self.is_data(mask)
 
 
-class Unknown(int):
-    """The number of features of an image, which depends on the data."""
+class Unknown:
+    """The number of features of an image, which depends on the data; no number, so that nothing computes with it."""
 
 
 def picked(x: Tensor, mask: Tensor, count: int) -> Tensor:

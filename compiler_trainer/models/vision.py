@@ -86,9 +86,9 @@ def outputs(view: View, way: str, model: nn.Module, batch: Mapping[str, Tensor])
         names = inspect.signature(seeing.forward).parameters
         for name in ("token_type_ids", "mm_token_type_ids"):  # in some, images attend within themselves both ways
             inputs |= {name: is_image.long()} if name in names else {}
-        dtype = next(model.parameters()).dtype
-        if masks := masks_with_images(seeing, dtype, batch["positions"], is_image):
-            inputs["attention_mask"] = masks
+        if way != "causal":  # with which a sequence is one text, as transformers takes it
+            masks = masks_with_images(seeing, next(model.parameters()).dtype, batch["positions"], is_image)
+            inputs |= {"attention_mask": masks} if masks else {}
         if hasattr(seeing.model, "get_rope_index"):
             table = batch[TABLE] if view.grids else inputs[TABLE].view(len(tokens), -1, 3)
             merge = seeing.config.vision_config.spatial_merge_size

@@ -92,6 +92,24 @@ def test_rows_have_transformers_loss_of_each_conversation_alone(kind, tmp_path):
             assert torch.allclose(parameter.grad, gradients[name] / count, rtol=1e-4, atol=1e-6), name
 
 
+def test_with_causal_attention_a_row_is_one_text_as_in_transformers(tmp_path):
+    folder = vision_folder("gemma3")
+    cfg = config(folder, tmp_path)
+    cfg = replace(cfg, model=replace(cfg.model, attention="causal"))
+    rows = build_datasets(cfg.data, 256, 4).train.rows
+    batch = {name: torch.from_numpy(value) for name, value in rows.batch(np.arange(len(rows))).items()}
+    trained = subject(cfg)
+    model = fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double().eval()
+    theirs = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    is_image = batch["tokens"] == theirs.config.image_token_id
+    with torch.no_grad():
+        logits = trained.logits(model, batch)
+        for row, counts in enumerate(is_image.sum(1) // 4):
+            pixels = {"pixel_values": batch["pixel_values"][row, :counts, 0]} if counts else {}
+            alone = theirs(input_ids=batch["tokens"][row][None], token_type_ids=is_image[row][None].long(), **pixels)
+            assert torch.allclose(logits[row], alone.logits[0], atol=1e-4)
+
+
 def numbers_of(batch, cfg):
     """Return the number of each conversation in the rows, in their order, from its text `what is N?`."""
     from compiler_trainer.data.tokenizers import tokenizer_of
