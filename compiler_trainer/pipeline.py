@@ -183,7 +183,7 @@ def forward_passes(request: CompileRequest) -> Passes:
         *((BatchOverlap(request.at_once),) if request.at_once > 1 else ()),
         SequenceLayout(context.load_balance, context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
-        Place(shard.plan, shard.min_shard_elements),
+        Place(shard.plan, shard.min_shard_elements, shard.tower),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(
             shard.sequence_parallel,

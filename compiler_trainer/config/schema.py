@@ -749,6 +749,7 @@ class ShardConfig:
     sequence_parallel: bool = True  # shard activations along the sequence between tensor-parallel layers
     strict: bool = False  # refuse operators without a sharding rule, instead of gathering their operands
     min_shard_elements: Positive = 1  # smaller parameters are not sharded over dp_shard and cp
+    tower: Literal["weights", "data"] = "weights"  # what ranks of tp share of a vision tower: its weights, or images
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ class AttentionOp:
 def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
     """Return the rule of an attention operator.
 
-    Dims of size 1 are not sharded. Self-attention may be sharded on `cp`. If there are other keys than queries, the
-    keys stay unsharded.
+    Dims of size 1 are not sharded. Self-attention may be sharded on `cp`; tokens on another axis are
+    exchanged for heads. If there are other keys than queries, the keys stay unsharded.
 
     Args:
         node: the call of the operator.
@@ -131,7 +131,7 @@ def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
         (*dims, *(dims_of(x, [names[letter] for letter in text]) for x, text in zip(more_nodes, others, strict=True))),
         ((*queries, ("f",)),),
         sizes,
-        **{"whole": frozenset({"k", "e", "f"}), "only": {query: CONTEXT}} | options,
+        **{"whole": frozenset({"k", "e", "f"}), "only": {query: CONTEXT}, "exchange": ("g", "r")} | options,
     )
 
 

@@ -66,6 +66,7 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset({"k", "e", "f"} | numbered),
         only={query: CONTEXT},
+        exchange=("g", "r"),
     )
 
 

@@ -39,6 +39,7 @@ class Rule:
         resize: rewrites size arguments for local shapes: (args, local result shape) -> args
         emit: builds the local node if a plain call of the operator is not enough
         only: factor -> the only axes that may shard it
+        exchange: factors to shard on another axis that shards such a factor: operands are exchanged, not gathered
         columns: operands (matrices) whose columns the kernel needs to be contiguous
         repeats: the result repeats entries of operand 0, which is made replicate first: its gradient is reduced
             afterwards
@@ -59,6 +60,7 @@ class Rule:
     resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
     emit: Emit | None = None
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    exchange: Names = ()
     columns: frozenset[int] = frozenset()
     repeats: bool = False
     place: Place | None = None

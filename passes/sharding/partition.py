@@ -231,10 +231,11 @@ class Partitioner:
         self.complete(node)
 
     def complete(self, node: fx.Node) -> None:
-        """Reduce a partial value if the plan says so."""
+        """Reduce a partial value, or exchange one back, if the plan says so."""
         if node in self.plan.reduced:
             before, after = self.plan.produced[node], self.plan.reduced[node]
-            new = self.record(node, self.versions[node, before], before, after, "sum complete before use")
+            reason = "sum complete before use" if before.partial else "exchanged back"
+            new = self.record(node, self.versions[node, before], before, after, reason)
             self.versions[node, after] = new
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:

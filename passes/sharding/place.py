@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from passes.ir import ir
 from passes.ir.mesh import AXES, BATCH_AXES, SEQUENCE_AXIS, Mesh
@@ -23,6 +24,7 @@ from passes.ir.stages import Stage
 from passes.rules.roles import matrices, roles
 from passes.sharding.custom import inline_custom_functions
 from passes.sharding.infer import Blocks, experts_of, infer
+from passes.sharding.towers import Tower, dim_to_share, tower_of
 
 LABELS = ("batch", "sequence")
 
@@ -66,15 +68,27 @@ def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
     return (without_experts or plain or [0])[0]
 
 
+def share_images(inputs: list[ir.Input], tower: Tower, mesh: Mesh) -> list[ir.Input]:
+    """Split the images of a batch over `tp`, too: samples or images of a sample, whichever wastes least."""
+    images = [item for item in inputs if item.name in tower.entries]
+    if not tower.parameters:
+        return inputs
+    largest = max(images, key=lambda item: math.prod(item.spec.shape))
+    d = dim_to_share(largest.spec, mesh, "tp")
+    return [replace(i, spec=split_dim(i.spec, d, "tp")) if i in images and i.spec.shape[d] > 1 else i for i in inputs]
+
+
 @dataclass(frozen=True)
 class Place(ir.Pass):
     """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it.
 
-    `stored` has the placements that parameters already have, by name: those of another program over the same state.
+    Ranks of `tp` split the weights of a tower, or with `tower="data"` share its images. `stored` has the placements
+    that parameters already have, by name: those of another program over the same state.
     """
 
     plan: Mapping[str, Mapping[str, int]] | None = None
     min_shard_elements: int = 1
+    tower: Literal["weights", "data"] = "weights"
     stored: Mapping[str, Spec] = field(default_factory=dict)
     name = "place"
     takes = (Stage.NORMALIZED,)
@@ -87,8 +101,11 @@ class Place(ir.Pass):
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
+        tower = tower_of(flat) if self.tower == "data" and "tp" in program.mesh.axes else Tower()
+        inferred = {name: blocks for name, blocks in inferred.items() if name not in tower.parameters}
         used, parts = roles(flat), matrices(flat)
         placed = (self.place(input_, program.mesh, unmatched, inferred, experts) for input_ in program.inputs)
+        placed = share_images(list(placed), tower, program.mesh)
         inputs = tuple(replace(i, roles=used.get(i.name, i.roles), parts=parts.get(i.name)) for i in placed)
         if unmatched:
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
@@ -96,9 +113,9 @@ class Place(ir.Pass):
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind in ir.WEIGHTS)
         changes = {"parameters_sharded": sharded}
         program = replace(program, inputs=inputs)
-        return program, ir.Report(changes, notes, effects=tuple(self.effects(program)))
+        return program, ir.Report(changes, notes, effects=tuple(self.effects(program, tower)))
 
-    def effects(self, program: ir.Program) -> Iterator[ir.Effect]:
+    def effects(self, program: ir.Program, tower: Tower) -> Iterator[ir.Effect]:
         """Yield the effects on the parameters."""
         counts = {item: program.layers(item.layer) for item in program.inputs if item.kind in ir.WEIGHTS}
         total = sum(counts.values())
@@ -108,6 +125,12 @@ class Place(ir.Pass):
         if self.plan:
             planned = sum(n for item, n in counts.items() if any(fnmatchcase(item.name, p) for p in self.plan))
             yield ir.Effect("passes.shard.plan", planned, "parameters placed as it says", total)
+        if self.tower == "data":
+            whole = sum(n for item, n in counts.items() if item.name in tower.parameters)
+            shared = ", ".join(f"{i.name} {i.spec}" for i in program.inputs if i.name in tower.entries)
+            unmet = "mesh.tp is 1" if "tp" not in program.mesh.axes else "no weights are used by images alone"
+            things, unmet = "parameters of the tower are whole on each rank of tp", f"{unmet}; set it to weights"
+            yield ir.Effect("passes.shard.tower", whole, things, total, detail=shared, unmet=unmet)
 
     def place(
         self,

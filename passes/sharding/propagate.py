@@ -11,6 +11,9 @@ On each mesh axis an operator shards at most one factor of its rule. If operands
 keep activations in place and move weights; `tp` keeps weights in place and moves activations. Remaining ties keep the
 larger operand in place. Some operators place factors themselves (`Rule.place`).
 
+Where an operator may not shard the dim that an axis shards, its operands are gathered, or exchanged for another dim
+that its rule names (`exchange`: heads for the tokens of attention) and exchanged back after it.
+
 A partial sum passes through linear operators as long as it has one user. It is reduced before any other operator: with
 sequence parallelism into shards of the sequence (or of the dim that the other operands shard), otherwise into a full
 copy.
@@ -50,7 +53,7 @@ class Decision:
 
 @dataclass
 class Plan:
-    """All decisions, and the placement to which each partial value is reduced before use."""
+    """All decisions, and the placement to which a partial or exchanged value is converted before use."""
 
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
@@ -128,6 +131,9 @@ class _Sweep:
         self.plan.decisions[node] = decision
         is_tuple = not isinstance(ir.value(node), Tensor)
         self.plan.produced[node] = decision.results if is_tuple else decision.results[0]
+        if back := self.exchanged(atoms, choice):
+            (before,), (after,) = decision.results, self.decide(node, operands, atoms, choice | back).results
+            self.plan.reduced[node] = replace(after, fill=0.0 if before.fill == 0.0 else None)
 
     def visit_function(self, node: fx.Node, function: Function, operands: Sequence[fx.Node]) -> None:
         """Decide a custom function by propagating through its forward body; partial operands are reduced first."""
@@ -187,7 +193,7 @@ class _Sweep:
         if axis not in WEIGHT_AXES and not all(is_weight):
             candidates = {atom: i for atom, i in candidates.items() if not all(is_weight[k] for k in i)}
         if not candidates:
-            return None
+            return self.exchange(axis, atoms) if self.excluded(axis, atoms) else None
 
         def rank(atom: str) -> tuple[bool, int]:
             stays = any(is_weight[i] == (axis in WEIGHT_AXES) for i in candidates[atom])
@@ -198,6 +204,26 @@ class _Sweep:
             reason = "weights stay" if axis in WEIGHT_AXES else "activations stay"
             self.plan.reasons[node, axis] = f"{reason} on {axis}: keeps {best} of {', '.join(candidates)}"
         return best
+
+    def excluded(self, axis: str, atoms: Atoms) -> str | None:
+        """Return the atom that an axis shards in operand 0 though only other axes may, None if there is none."""
+        first = zip(atoms.operands[0], atoms.factors[0]) if atoms.rule.exchange else ()
+        for names, factors in first:
+            for name, factor in zip(names, factors or ()):
+                if axis in self.mesh_axes(factor.axes) and not atoms.rule.may_shard(atoms.origin(name), axis):
+                    return name
+        return None
+
+    def exchanged(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, str]:
+        """Return the atoms that the result of the operator shards again, by axis, after an exchange."""
+        exchanges = [a for a, atom in choice.items() if atom and atom == self.exchange(a, atoms)]
+        excluded = {axis: self.excluded(axis, atoms) for axis in exchanges if not self.candidates(axis, atoms)}
+        return {axis: atom for axis, atom in excluded.items() if atom is not None}
+
+    def exchange(self, axis: str, atoms: Atoms) -> str | None:
+        """Return the largest atom that the rule shards on an axis in exchange for an excluded one."""
+        names = (n for n, size in atoms.sizes.items() if size > 1 and atoms.origin(n) in atoms.rule.exchange)
+        return max(names, key=atoms.sizes.__getitem__, default=None)
 
     def mesh_axes(self, names: Iterable[str]) -> list[str]:
         """Return the mesh axes that the given (possibly joined) axes consist of."""

@@ -17,6 +17,7 @@ from tests.nightly.models.case import MESHES
 from tests.nightly.models.zoo import grids, vision
 
 WIDTH, PER_ROW = 3, 4
+SHARED = {"shard": {"tower": "data"}}
 
 
 def rows(*marks: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +173,13 @@ def test_ranks_of_cp_share_the_tower():
     assert len(alone) > 8 and shared == [rows // 2 for rows in alone]
 
 
-def rows_of_layers(name, tower, mesh):
+@pytest.mark.full
+def test_ranks_of_tp_share_the_tower():
+    alone, shared = (rows_of_layers("qwen2_vl", "visual", mesh, SHARED) for mesh in ({}, {"tp": 2, "dp_shard": 3}))
+    assert len(alone) > 8 and shared == [rows // 6 for rows in alone]
+
+
+def rows_of_layers(name, tower, mesh, passes=None):
     """Return the numbers of patches, or of tokens, that a rank's linear layers of a tower take, in order."""
     case, sharded = judge.prepare(BY_NAME[name].build(), torch.float64), {}
 
@@ -180,6 +187,6 @@ def rows_of_layers(name, tower, mesh):
         if record.name == "shard":
             sharded.setdefault("program", program)
 
-    ct.compile_step(case.model, case.loss, case.batches[0], mesh=mesh, ranks="lockstep", observe=observe)
+    ct.compile_step(case.model, case.loss, case.batches[0], mesh=mesh, passes=passes, ranks="lockstep", observe=observe)
     calls = [node for node in sharded["program"].calls() if tower in ir.module_path(node)]
     return [ir.example(node).shape[0] for node in calls if node.target is torch.ops.aten.linear.default]

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -38,8 +38,8 @@ ROUNDINGS = 4
 AS_PLAIN = -1.0  # means: at most twice the error of eager PyTorch with the model in bf16
 
 
-def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
-    """Yield the model's record on each mesh."""
+def judge(entry: Entry, meshes: Iterable[str], passes: Mapping[str, Any] | None = None) -> Iterator[Record]:
+    """Yield the model's record on each mesh, with other options of `passes` than the mesh has."""
     meshes = list(meshes)
     try:
         case, plain, tolerances = reference(entry)
@@ -47,7 +47,7 @@ def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
         yield from ({"mesh": mesh, "verdict": "unbuilt", "why": first_line(error)} for mesh in meshes)
         return
     for mesh in meshes:
-        yield {"mesh": mesh} | on_mesh(case, mesh, plain, (HALF,) if mesh in PASSES else tolerances)
+        yield {"mesh": mesh} | on_mesh(case, mesh, plain, (HALF,) if mesh in PASSES else tolerances, passes)
 
 
 def reference(entry: Entry) -> tuple[Case, Results, tuple[float, ...]]:
@@ -113,12 +113,14 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in named}
 
 
-def on_mesh(case: Case, mesh: str, plain: Results, tolerances: Sequence[float]) -> Record:
+def on_mesh(
+    case: Case, mesh: str, plain: Results, tolerances: Sequence[float], passes: Mapping[str, Any] | None = None
+) -> Record:
     """Return the model's record on a mesh."""
     case = cast_batches(torch.bfloat16, case) if mesh in PASSES else case
     try:
         with quiet():
-            options: dict[str, Any] = {"mesh": MESHES[mesh], "passes": PASSES.get(mesh), "ranks": "lockstep"}
+            options: dict[str, Any] = {"mesh": MESHES[mesh], "passes": passes or PASSES.get(mesh), "ranks": "lockstep"}
             options |= {"optim": {"name": "adamw", **ADAMW}}
             step = ct.compile_step(copy.deepcopy(case.model), case.loss, case.batches[0], **options)
             results = train(step, case)
