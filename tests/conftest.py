@@ -37,11 +37,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Move all but some cases of `sample` and `sweep` tests to a longer run; keep only the `--part`."""
+    """Move all but some cases of `sample` tests to the full run, all but some of its `sweep` tests to the release run.
+
+    Keep only the `--part`.
+    """
     for sampled, longer in (("sample", "full"), ("sweep", "release")):
         cases: dict[tuple[str, int], list[pytest.Item]] = {}
         for item in items:
-            if (mark := item.get_closest_marker(sampled)) and not item.get_closest_marker(longer):
+            is_there = sampled == "sample" or item.get_closest_marker("full")
+            if (mark := item.get_closest_marker(sampled)) and is_there and not item.get_closest_marker(longer):
                 cases.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
         for (_, count), group in cases.items():
             for item in set(group) - set(spread(group, count)):

@@ -155,6 +155,7 @@ def is_on_gpus(command: Command) -> bool:
     return bool(named) and "run.dry=true" in command.options or command.ranks >= LARGE
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("command", of_kind("job", "plan", "sweep"), ids=named)
 def test_composes(places, command):
     assert configs(command)
@@ -193,7 +194,7 @@ def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("command", [c for c in of_kind("job") if is_on_gpus(c)], ids=named)
 def test_fits_when_compiled(places, tmp_path, command):
     (cfg,) = configs(command)
@@ -238,6 +239,7 @@ def first_group(command: Command) -> str:
     return first if first.startswith(("model=", "recipe=")) else first.partition("=")[0].partition(".")[0]
 
 
+@pytest.mark.sweep(30)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", first_of_each(SMALL, first_group))
 def test_trains_in_little(places, tmp_path, command):
@@ -352,6 +354,7 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
     return [w for w in words if not w.startswith("run.dir=")]
 
 
+@pytest.mark.sweep(40)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command, monkeypatch):

@@ -78,6 +78,7 @@ def test_a_broken_link_anchor_or_an_unlisted_page_fails(tmp_path):
     assert built.returncode and "unlisted.md" in built.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_fit_the_window_and_tables_a_wide_one(browser, site, width):
     for name in SHOWN:

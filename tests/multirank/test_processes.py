@@ -100,6 +100,7 @@ def test_two_processes_are_lockstep_bit_for_bit(jobs, job, check, mesh):
         assert_equal(result, lockstep(mesh), 0)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("job", "check", "mesh", "groups"), [
     full("four more", "shard4", (("dp_shard", 4),), {"dp_shard", "dp_shard:gradients"}),
     ("four", "hybrid4", (("dp_replicate", 2), ("dp_shard", 2)), {"dp_replicate", "dp_shard", "dp_shard:gradients"}),
@@ -194,6 +195,7 @@ def test_ranks_share_out_the_bodies_and_take_each_others(jobs):
     assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # no body is compiled twice
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches", "turns"])
 def test_segments_under_inductor_train_as_the_whole(name, tmp_path, monkeypatch):

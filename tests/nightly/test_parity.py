@@ -34,7 +34,7 @@ def test_a_random_case_trains_as_eager_pytorch_does(number):
 
 
 @pytest.mark.full
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("block", range(FULL // BLOCK))
 def test_two_thousand_random_cases_train_as_eager_pytorch_does(block):
     records = map(run_case, itertools.islice(cases(FULL, seed=0), block * BLOCK, (block + 1) * BLOCK))

@@ -35,6 +35,7 @@ def tokens(path, **options):
     return build_datasets(cfg, 8, 1).parts[0].train.corpus.tokens
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_split_gives_every_row_in_order(dataset, split, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 10_000)

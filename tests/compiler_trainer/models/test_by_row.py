@@ -150,6 +150,7 @@ CASES = [(name, mesh) for name in BY_NAME for mesh in BY_NAME[name].meshes]
 QUICK = (("smolvlm", "tp 2"),)
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full]) for case in CASES

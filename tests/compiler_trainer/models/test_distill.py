@@ -78,6 +78,7 @@ def in_chunks(step):
     return next(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.full
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 @pytest.mark.parametrize("cfg", [FORWARD, REVERSE], ids=lambda cfg: cfg.divergence)

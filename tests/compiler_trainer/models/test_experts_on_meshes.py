@@ -56,6 +56,7 @@ SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, 
           {"tp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4})
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("mesh", "cfg", "dispatch", "plan"), quick(
     itertools.product(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)), 0, 15, 32))
 @pytest.mark.full

@@ -95,6 +95,7 @@ def in_chunks(step):
     return any(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)

@@ -130,7 +130,7 @@ def test_documents_of_a_row_are_those_alone(folders, kind):
     ["mesh.dp_shard=2", "mesh.tp=2"], ["mesh.cp=2"], ["mesh.pp=2"], ["mesh.dp_shard=2", "mesh.ep=2"],
 ], ids=" ".join)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_training_is_that_of_one_device(folders, kind, mesh):
     outcome = check(config(folders(kind), f"model.mtp.weight={WEIGHT}", *mesh))
     assert outcome.verdict == "right", str(outcome)

@@ -156,6 +156,7 @@ def data(tokens: int = 19):
 MESHES = [{"cp": 2}, {"cp": 3}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), [pytest.param(name, mesh, marks=() if i == k == 0 else pytest.mark.full)
                                             for k, name in enumerate(MODELS) for i, mesh in enumerate(MESHES)], ids=str)  # fmt: skip

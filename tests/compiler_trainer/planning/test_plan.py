@@ -321,6 +321,7 @@ def test_the_least_bytes_are_a_lower_bound(found):
     assert compiled_ones and all(0 < least[e.candidate] <= e.bytes for e in compiled_ones)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.full
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])

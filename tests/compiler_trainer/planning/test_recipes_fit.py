@@ -16,7 +16,7 @@ ON = [
 
 
 @pytest.mark.full
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("recipe", "gpus"), ON)
 def test_it_fits_80_gib_and_computes_most_of_the_time(recipe, gpus, tmp_path):
     where = ["run.dry=true", "cluster=h100", f"cluster.gpus={gpus}", f"run.dir={tmp_path}/run", "plan.compile=1"]

@@ -44,6 +44,7 @@ WHAT = {
 COMMON = "optim.name=sgd optim.momentum=0.8 optim.max_norm=0.3 length=7"
 
 
+@pytest.mark.sweep(16)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "beside", "schedule", "what"), in_turn(STAGES, BESIDE, SCHEDULES, WHAT))
 def test_stages_train_as_one_device(stages, beside, schedule, what):

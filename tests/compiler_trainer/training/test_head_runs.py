@@ -98,6 +98,7 @@ def test_a_head_is_resumed_and_is_part_of_an_adapter(place):
     torch.testing.assert_close(adapted.eval()(input_ids=ids).logits, merged.eval()(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_model_that_scores_writes_nothing(place, capsys):
     write("pairs.jsonl", pairs(8))
     assert call(*REWARD, "train.steps=1", "eval.interval=null", "checkpoint.keep_best=0", "run.dir=run") == 0

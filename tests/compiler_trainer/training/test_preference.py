@@ -176,6 +176,7 @@ def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
 ONE_OF_EACH = [({}, 1, 1), ({"dp_shard": 2, "cp": 2}, 2, 1), ({"pp": 2, "dp_shard": 2}, 2, 1), ({"tp": 2}, 3, 5)]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", ONE_OF_EACH, ids=str)
 @pytest.mark.parametrize("name", LOSSES)

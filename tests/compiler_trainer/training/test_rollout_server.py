@@ -91,6 +91,7 @@ def test_a_run_that_is_killed_and_resumed_equals_one_that_is_not(folder, tmp_pat
     assert timeless(result) == timeless(expected) and len(result) == 4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
 def test_two_ranks_with_a_server_equal_one(axis, folder, tmp_path):

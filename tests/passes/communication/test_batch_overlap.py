@@ -86,6 +86,7 @@ def test_a_buffer_that_is_read_before_it_is_changed_waits_for_the_microbatch_bef
 # ---- what it computes -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.full
 @pytest.mark.parametrize("passes", [{}, {"remat": {"policy": "full"}}, {"verify": "numeric"}, {"fold_layers": False}])
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"dp_shard": 3, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}])

@@ -153,6 +153,7 @@ def test_attention_over_ranks_is_that_of_one_device(case):
     assert any(" over cp" in note for note in report.notes), report.notes
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_every_form(method, record_property):

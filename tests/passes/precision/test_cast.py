@@ -164,6 +164,7 @@ def check_composition(mesh: dict[str, int], precision: str, policy: str) -> None
         assert abs(a["loss"] - c["loss"]) < 0.05 and (a != c or precision == "fp32")
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -107,7 +107,7 @@ def test_the_dim_that_wastes_least_is_shared(shape, mesh, dim):
     (4, {"tp": 2}), (3, {"tp": 2}), (3, {"tp": 3}), (5, {"dp_shard": 2, "tp": 3}), (2, {"dp_shard": 2, "tp": 2}),
     (3, {"cp": 2, "tp": 2}), (2, {"cp": 2, "tp": 3}), (1, {"tp": 5}),
 ], ids=str)  # fmt: skip
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_training_is_that_of_one_device(rows, mesh):
     step = trained_alike(model(), loss, data(rows), mesh, passes=SHARED | {"verify": "numeric"})
     assert "tp" in placed(step)["patches"]
@@ -115,6 +115,7 @@ def test_training_is_that_of_one_device(rows, mesh):
     assert any("tp" in spec for name, spec in placed(step).items() if name.startswith("text"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("passes", [SHARED, {"shard": {"tower": "data", "sequence_parallel": False}}], ids=str)
 def test_samples_of_microbatches_are_shared(passes):
     trained_alike(model(), loss, data(4), {"dp_shard": 2, "tp": 2}, microbatches=2, passes=passes)
@@ -142,6 +143,7 @@ def test_where_it_has_no_effect_it_is_refused(module, mesh, why):
         compile_lockstep(module, loss, data(2)[0], mesh, passes=SHARED)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), [
     (name, mesh)
