@@ -101,7 +101,7 @@ def subject_of(cfg: Config) -> Subject:
 
     def batch(step: int, vocabulary: int) -> Batch:
         generator, sequences = torch.Generator().manual_seed(cfg.train.seed + step), cfg.train.global_batch_size
-        entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary)
+        entries = batch_of(generator, sequences, cfg.train.seq_len, vocabulary, cfg.train.microbatches)
         if cfg.data.labels:
             entries["labels"] %= len(cfg.data.labels)
         if cfg.sees:
@@ -128,11 +128,15 @@ def vocabulary_of(loss: LossFn, model: nn.Module, batch: Batch) -> int:
     return min(sizes, default=OTHER)
 
 
-def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Batch:
-    """Return random tokens and labels, in sequences of several documents."""
+def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int, microbatches: int) -> Batch:
+    """Return random tokens and labels, in sequences of several documents.
+
+    Documents are as long in each microbatch: a mean over the further tokens of documents is then one over microbatches.
+    """
     tokens, labels = (torch.randint(0, vocabulary, (rows, length), generator=generator) for _ in range(2))
     begins = torch.rand(rows, length, generator=generator) < 0.2
     begins[:, 0] = True
+    begins = begins[: rows // microbatches].repeat(microbatches, 1)
     place = torch.arange(length).expand(rows, length)
     positions = place - torch.where(begins, place, 0).cummax(1).values
     return {"tokens": tokens, "labels": labels, "positions": positions, "documents": begins.cumsum(1) - 1}

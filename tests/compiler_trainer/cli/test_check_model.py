@@ -92,6 +92,13 @@ def test_a_decoder_with_experts_is_compared_by_options_alone(capsys):
 
 
 @pytest.mark.full
+def test_further_tokens_of_documents_are_compared_with_microbatches(capsys):
+    small = ("model.dim=8", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=8", "model.n_layers=1", "model.mtp.layers=1")
+    assert call("check-model", "model=llama_debug", *small, "train.microbatches=3", "mesh.tp=2") == 0
+    assert "right, off by " in capsys.readouterr().out
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [("mesh.dp_shard=2", "mesh.ep=2"), ("mesh.dp_shard=2", "mesh.tp=2")], ids="_".join)
 def test_experts_of_transformers_are_compared_and_adapted_by_lora_as_other_layers(mesh, capsys):
     """peft wraps such a layer twice, once for each of its weights."""
