@@ -43,6 +43,21 @@ def test_our_llama(mesh: dict[str, int], sequence_parallel: bool) -> None:
     assert_trains_like_one_device(llama(2), llama_loss, batches(), mesh, passes=shard)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(2, 2, 4), (6, 2, 4), (6, 1, 4), (6, 2, 5), (10, 2, 3), (1, 1, 3)])
+@pytest.mark.sample(1)
+def test_with_fewer_heads_than_ranks_tokens_are_exchanged_for_heads(heads: int, kv_heads: int, tp: int) -> None:
+    """The weights of such attention are whole on each rank, and ranks compute a part of the tokens."""
+    model, attentions = llama(2, dim=4 * heads, n_heads=heads, n_kv_heads=kv_heads), []
+
+    def observe(program: ir.Program, record: PassRecord) -> None:
+        if record.name == "shard":
+            attentions.extend(node for node in program.calls() if "dot_product_attention" in node.name)
+
+    assert_trains_like_one_device(model, llama_loss, batches(), {"tp": tp}, observe=observe)
+    splits = {ir.example(node).shape[1] < heads for node in attentions}
+    assert splits == {heads > 1}
+
+
 @pytest.mark.parametrize(("name", "mesh"), quick(product(zoo.MODELS, ({"tp": 4}, MESHES[-1])), 4, 8, 11), ids=str)
 @pytest.mark.sample(1)
 def test_models_of_others(name: str, mesh: dict[str, int]) -> None:
