@@ -16,11 +16,12 @@ itself is told that each row has one image with all patches.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ from compiler_trainer.models.transformers_private import axis_taps, register_att
 TABLE = "image_grid_thw"  # transformers' name of the table
 TYPES = frozenset(  # of models whose results are right, by value: tests/nightly/models/zoo/grids.py
     """qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp glm_ocr exaone4_5 cohere_compass
-    cosmos3_omni glm5_next""".split()
+    cosmos3_omni glm5_next glm4v glm4v_moe glm46v""".split()
 )
 ATTENTION = "flash_by_row"  # transformers gives borders to attention whose name has "flash", and cuts for others
 
@@ -169,6 +170,17 @@ class Grids:
         begins = F.pad(is_first.unsqueeze(-1), (0, area - 1))
         return self.mode.ordered(order), begins.flatten(1).long().cumsum(1)
 
+    def with_positions(self, module: Any, embeddings: Tensor, *borders: Any) -> Tensor:
+        """Return embeddings [B * P, D] of GLM-4V plus those of their positions, interpolated in fp32."""
+        table, mode = module.position_embedding.weight, module.interpolated_method
+        taps = self.get_vision_interpolation_indices_and_weights(
+            self.table, math.isqrt(len(table)), mode, spatial_merge_size=self.merge
+        )
+        entries, weights = (x.unbind(1) for x in taps)
+        wide = table.float()
+        values = (weight.unsqueeze(1) * F.embedding(entry, wide) for entry, weight in zip(entries, weights))
+        return embeddings + sum(values).to(table.dtype)
+
     @contextmanager
     def by_row(self, model: Any) -> Iterator[None]:
         """A context in which a model of `TYPES` takes these grids, whatever table it is given."""
@@ -179,6 +191,9 @@ class Grids:
             for module in {sys.modules[type(m).__module__] for m in modules}:
                 for name in FUNCTIONS & vars(module).keys():
                     stack.enter_context(patch.object(module, name, getattr(self, name)))
+            for module in modules:
+                if hasattr(module, "interpolated_method"):
+                    stack.enter_context(patch.object(module, "forward", partial(self.with_positions, module)))
             for config in configs.values():
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION

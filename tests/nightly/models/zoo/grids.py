@@ -134,6 +134,7 @@ MODELS = [
     sees("exaone4_5", "Exaone4_5_", decoder("exaone4"),
          in_grids(out_hidden_size=NARROW, num_key_value_heads=2, **WINDOWS)),
     Entry("gemma4_vision", "transformers", gemma4, sequence=True),
+    sees("glm4v", "Glm4v", lambda: turned(rotary={"partial_rotary_factor": 1.0}), in_grids(image_size=SIZE)),
     sees("glm5_next", "Glm5Next", decoder("glm5_next_text"), in_grids(out_hidden_size=NARROW, image_size=SIZE)),
     sees("glm_ocr", "GlmOcr", decoder("glm_ocr_text", **WHOLE), in_grids(out_hidden_size=NARROW, image_size=SIZE)),
     sees("qwen2_vl", "Qwen2VL", turned, in_grids(embed_dim=24, mlp_ratio=2)),

@@ -74,10 +74,8 @@ def sees(kind: str, per_image: int, inputs: Inputs) -> Entry:
 
 
 MODELS = [
-    Entry("cosmos3_omni", "transformers", partial(case_of_any_size, "cosmos3_omni"), sequence=True),
+    *(Entry(kind, "transformers", partial(case_of_any_size, kind), sequence=True) for kind in ("cosmos3_omni", "glm46v", "glm4v_moe")),
     sees("deepseek_vl", 16, flat),
-    sees("glm46v", 4, gridded),
-    sees("glm4v_moe", 4, gridded),
     sees("lfm3_vl", 4, unturned),
     sees("lighton_ocr", 4, sized),
     sees("ovis2", 16, flat),

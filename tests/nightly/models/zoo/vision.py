@@ -134,8 +134,6 @@ MODELS = [
            alignment_intermediate_size=48),
     seeing("gemma3_vision", "Gemma3", 4, typed, text(None, head_dim=6, sliding_window=5), SIGLIP, INDEX,
            mm_tokens_per_image=4),
-    seeing("glm4v", "Glm4v", 4, gridded, turned(rotary={"partial_rotary_factor": 1.0}), in_grids(image_size=SIZE),
-           video_token_id=0),
     seeing("got_ocr2", "GotOcr2", 1, flat, text("qwen2"), {**SEES, "global_attn_indexes": [1], "window_size": 2,
            "mlp_dim": 40, "output_channels": 8}, INDEX),
     seeing("idefics3", "Idefics3", 4, nested, text("llama"), SEES, scale_factor=2),
