@@ -239,7 +239,6 @@ def first_group(command: Command) -> str:
     return first if first.startswith(("model=", "recipe=")) else first.partition("=")[0].partition(".")[0]
 
 
-@pytest.mark.sweep(30)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", first_of_each(SMALL, first_group))
 def test_trains_in_little(places, tmp_path, command):
@@ -354,7 +353,6 @@ def arguments_of(command: Command, tmp_path: Path) -> list[str]:
     return [w for w in words if not w.startswith("run.dir=")]
 
 
-@pytest.mark.sweep(40)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command, monkeypatch):

@@ -203,6 +203,8 @@ def tiny(cfg: Config, folder: Path) -> Config:
     if corpus.name == "stdlib":
         corpus = replace(corpus, name="synthetic", documents=40)
     seq_len = 128 if cfg.data.images_per_row else 32
+    if cfg.data.image_tokens_per_row is not None:
+        corpus = replace(corpus, image_tokens_per_row=64)
     remat = replace(cfg.passes.remat, layers={}) if cfg.passes.remat.layers else cfg.passes.remat
     return replace(
         cfg,

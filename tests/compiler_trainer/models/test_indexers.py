@@ -40,7 +40,7 @@ def cases():
             yield pytest.param(name, mesh, marks=() if (name, i) in QUICK else pytest.mark.full, id=f"{name} {mesh}")
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("name", "mesh"), list(cases()))
 def test_models_train_as_on_one_device(name, mesh):
     """Weights without a gradient are the same after steps with weight decay, as in eager PyTorch."""
