@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -179,7 +179,7 @@ class Grids:
         entries, weights = (x.unbind(1) for x in taps)
         wide = table.float()
         values = (weight.unsqueeze(1) * F.embedding(entry, wide) for entry, weight in zip(entries, weights))
-        return embeddings + sum(values).to(table.dtype)
+        return embeddings + reduce(torch.add, values).to(table.dtype)
 
     @contextmanager
     def by_row(self, model: Any) -> Iterator[None]:

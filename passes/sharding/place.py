@@ -104,8 +104,8 @@ class Place(ir.Pass):
         tower = tower_of(flat) if self.tower == "data" and "tp" in program.mesh.axes else Tower()
         inferred = {name: blocks for name, blocks in inferred.items() if name not in tower.parameters}
         used, parts = roles(flat), matrices(flat)
-        placed = (self.place(input_, program.mesh, unmatched, inferred, experts) for input_ in program.inputs)
-        placed = share_images(list(placed), tower, program.mesh)
+        placed = [self.place(input_, program.mesh, unmatched, inferred, experts) for input_ in program.inputs]
+        placed = share_images(placed, tower, program.mesh)
         inputs = tuple(replace(i, roles=used.get(i.name, i.roles), parts=parts.get(i.name)) for i in placed)
         if unmatched:
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter matches {', '.join(sorted(unmatched))}")
