@@ -41,7 +41,7 @@ QUICK := tests/test_architecture.py tests/compiler_trainer/config tests/compiler
 test-quick: $(STAMP) ## run a part in under three minutes: imports, options, verbs, graphs, the verifier, packing, FSDP
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
 
-test-full: $(STAMP) ## run the tests and the long ones, under two hours on two cores; ARGS="--part 1/4" runs a quarter
+test-full: $(STAMP) ## run the tests and the long ones, about two hours on two cores; ARGS="--part 1/4" runs a quarter
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not release" $(ARGS)
 
 test-release: $(STAMP) ## run all tests, with every case of the long sweeps; once a release

@@ -39,7 +39,8 @@ class Rule:
         resize: rewrites size arguments for local shapes: (args, local result shape) -> args
         emit: builds the local node if a plain call of the operator is not enough
         only: factor -> the only axes that may shard it
-        exchange: factors to shard on another axis that shards such a factor: operands are exchanged, not gathered
+        exchange: factors of the only result to shard on an axis that shards a factor of operand 0 that `only` excludes:
+            operands are exchanged, not gathered, and the result is exchanged back
         columns: operands (matrices) whose columns the kernel needs to be contiguous
         repeats: the result repeats entries of operand 0, which is made replicate first: its gradient is reduced
             afterwards

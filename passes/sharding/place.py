@@ -129,7 +129,7 @@ class Place(ir.Pass):
             whole = sum(n for item, n in counts.items() if item.name in tower.parameters)
             shared = ", ".join(f"{i.name} {i.spec}" for i in program.inputs if i.name in tower.entries)
             unmet = "mesh.tp is 1" if "tp" not in program.mesh.axes else "no weights are used by images alone"
-            things, unmet = "parameters of the tower are whole on each rank of tp", f"{unmet}; set it to weights"
+            things, unmet = "parameters are of the tower, and whole on each rank of tp", f"{unmet}; set it to weights"
             yield ir.Effect("passes.shard.tower", whole, things, total, detail=shared, unmet=unmet)
 
     def place(

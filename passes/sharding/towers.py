@@ -3,8 +3,8 @@
     pixels [4@dp_shard, 2, 3, 16, 16]          entries of a batch with more dims than those of tokens
     tokens [4@dp_shard, 64]
 
-Towers are small: to split their weights over `tp` costs more communication than it saves computation. Instead, ranks of
-`tp` may share the images, which needs one gather of the features after the tower.
+To split a tower's weights over `tp` sends activations in each layer. Instead, ranks of `tp` may share the images, which
+needs one gather of the features after the tower.
 """
 
 from __future__ import annotations

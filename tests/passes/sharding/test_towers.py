@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import EXACT, compile_lockstep, trained_alike
+from oracle import EXACT, batches, compile_lockstep, llama, llama_loss, trained_alike
 from torch import Tensor, nn
 
 from compiler_trainer import UserError
@@ -135,12 +135,11 @@ def test_evaluation_is_that_of_one_device():
     assert step.evaluate(batch) == pytest.approx(loss(model(), batch).item(), rel=EXACT)
 
 
-@pytest.mark.parametrize(("module", "mesh", "why"), [
-    (model(), {"dp_shard": 2}, "mesh.tp is 1; set it to weights"),
-], ids=str)
-def test_where_it_has_no_effect_it_is_refused(module, mesh, why):
-    with pytest.raises(UserError, match=why):
-        compile_lockstep(module, loss, data(2)[0], mesh, passes=SHARED)
+def test_without_ranks_to_share_images_or_without_a_tower_it_is_refused():
+    with pytest.raises(UserError, match="mesh.tp is 1; set it to weights"):
+        compile_lockstep(model(), loss, data(2)[0], {"dp_shard": 2}, passes=SHARED)
+    with pytest.raises(UserError, match="no weights are used by images alone; set it to weights"):
+        compile_lockstep(llama(), llama_loss, batches()[0], {"tp": 2}, passes=SHARED)
 
 
 @pytest.mark.sweep(8)
