@@ -20,12 +20,16 @@ import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from torch import Tensor
 
 from compiler_trainer import models
 from compiler_trainer.config.device import cluster_of, for_predicting, resolve_cluster
 from compiler_trainer.config.schema import CheckpointConfig, Config, GrpoConfig, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
+from compiler_trainer.data.image_rows import image_tokens_of_row
+from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.processor import processor_of
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.planning.simulate import in_flight, kept_for_later, play
 from compiler_trainer.planning.snapshots import snapshot_costs, snapshot_table
@@ -129,6 +133,7 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
     """Return the request for a job's training programs, always traced on the CPU."""
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
+    batch |= images_of(cfg) if cfg.sees else {}
     if cfg.data.has_groups:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
     if cfg.data.records == "answers":
@@ -151,6 +156,13 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
         skip_nonfinite=cfg.train.nonfinite == "skip",
         evaluate=False,
     )
+
+
+def images_of(cfg: Config) -> dict[str, Tensor]:
+    """Return the entries of a batch of images, [rows, ...] on the meta device."""
+    processor, rows = processor_of(folder_of(cfg).path, cfg.data.image_size), cfg.train.global_batch_size
+    arrays = processor.row([], cfg.data.images_per_row, image_tokens_of_row(cfg.data, processor))
+    return {name: torch.from_numpy(a).expand(rows, *a.shape).to("meta") for name, a in arrays.items()}
 
 
 # ---- the prediction -----------------------------------------------------------------------------------
