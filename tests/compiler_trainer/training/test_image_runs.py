@@ -18,6 +18,8 @@ from commands import call
 from short_runs import options
 from vision_folders import picture, vision_folder
 
+from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -28,6 +30,7 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.models.processor import processor_of
+from compiler_trainer.planning.compiled import compile_setting
 from compiler_trainer.runs.export import export
 from compiler_trainer.training import trainer
 from compiler_trainer.training.metrics import read
@@ -146,3 +149,11 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     two = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "two")))
     assert losses(two) == pytest.approx(losses(cfg), rel=1e-4)
+
+
+def test_dry_runs_compile_the_tower(tmp_path):
+    cfg = config(tmp_path)
+    step = compile_setting(for_predicting(replace(cfg, mesh=MeshConfig(dp_shard=1, tp=2), cluster=to_config(compose(["cluster=h100"])).cluster)))
+    entries = {i.name: i.spec.shape for program, _ in step.programs.values() for i in program.inputs if i.kind == "batch"}
+    shape = processor_of(cfg.model.path, cfg.data.image_size).blank.arrays["pixel_values"].shape
+    assert entries["pixel_values"] == (cfg.train.global_batch_size, cfg.data.images_per_row, *shape)
