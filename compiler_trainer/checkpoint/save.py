@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -159,9 +160,16 @@ class Saver:
 
 
 def written_bytes(folder: Path) -> int:
-    """Return the bytes of the checkpoints that are being written in a folder."""
-    files = (file for partial_path in folder.glob("*.tmp") for file in partial_path.glob("*"))
-    return sum(file.stat().st_size for file in files if file.exists())
+    """Return the bytes of the checkpoints that are being written in a folder.
+
+    Files are renamed and deleted meanwhile by the thread that writes them; these count as none.
+    """
+    total = 0
+    for partial_path in folder.glob("*.tmp"):
+        with suppress(FileNotFoundError):
+            for file in partial_path.iterdir():
+                total += file.stat().st_size
+    return total
 
 
 def make_empty(partial_path: Path, size: int) -> None:

@@ -80,6 +80,22 @@ def as_json(text: str, where: str, kind: Any) -> Any:
         raise UserError(where, f"is not in the format that a run writes: {field}{error.message}") from error
 
 
+def ends_of_answers(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end an answer of a model's folder: eos_token_id of generation_config.json, or config.json.
+
+    Raises UserError if a file is not a JSON object.
+    """
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        try:  # a model's numbers may be infinite
+            token_ids = json.loads(text_of(path)).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise UserError(str(path), f"is not a JSON object: {' '.join(str(error).split())}") from error
+        token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
+        if ids := tuple(i for i in token_ids if isinstance(i, int)):
+            return ids
+    return ()
+
+
 def int64(digits: str) -> int:
     """Return an integer in the range of int64; raise ValueError."""
     if len(digits) > 20 or abs(int(digits)) > LARGEST:

@@ -165,13 +165,17 @@ class Chats:
             notes.append(
                 f"answers have no end-of-turn token: {end}, which closes the document, is a label after the last one"
             )
-        elif sample.upto - 1 in chat.labelled and not ends_text and not self.ends_turn(sample.answers[-1], ids, places):
+        elif sample.upto - 1 in chat.labelled and not ends_text and not self.ends_last_turn(sample, ids, places):
             notes.append("the chat template's marks exclude the end of the turn: the model does not learn to stop")
         return Tokens(ids, np.append(counted, is_open and ends_text), images)
 
     def is_open(self, text: str, ids: Ids, places: NDArray[Any]) -> bool:
         """Return True if the last token of a text, apart from white space, is not an added token of the tokenizer."""
         return not self.ends_turn((0, len(text.rstrip())), ids, places)
+
+    def ends_last_turn(self, sample: Sample, ids: Ids, places: NDArray[Any]) -> bool:
+        """Return True if the last answer of a sample ends with an added token; also if no answer is rendered."""
+        return not sample.answers or self.ends_turn(sample.answers[-1], ids, places)
 
     def ends_turn(self, place: Place, ids: Ids, places: NDArray[Any]) -> bool:
         """Return True if the last token of a character range is an added token, as end-of-turn tokens are."""

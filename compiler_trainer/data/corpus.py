@@ -114,10 +114,29 @@ def split(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tu
     if 0 < share < (1 + eval_fraction) / 2:
         return corpus, trained, validation
     if corpus.images is not None:  # no image is cut
-        return corpus, np.arange(len(corpus) - 1), np.arange(len(corpus) - 1, len(corpus))
+        first = last_record(corpus, documents_before)
+        return corpus, np.arange(first), np.arange(first, len(corpus))
     corpus, tail = cut_tail(corpus, eval_fraction)
     indices = np.arange(len(corpus))
     return corpus, indices[indices != tail], indices[indices == tail]
+
+
+def last_record(corpus: Corpus, documents_before: int) -> int:
+    """Return the first document of the last record, which is for validation, or the number of documents if none is.
+
+    Raises UserError if it is the only record of all volumes.
+    """
+    starts = np.flatnonzero(~corpus.continues) if corpus.continues is not None else np.arange(len(corpus))
+    if len(starts) > 1:
+        return int(starts[-1])
+    check_records(documents_before)
+    return len(corpus)
+
+
+def check_records(earlier: int) -> None:
+    """Raise UserError if a volume with one record has no earlier ones, so that nothing would be left for training."""
+    if not earlier:
+        raise UserError("data.eval_fraction", "there is only one record, too few for validation; set it to 0")
 
 
 def draw_validation(count: int, fraction: float, documents_before: int) -> NDArray[np.bool_]:

@@ -24,7 +24,7 @@ from compiler_trainer.data.corpus import Ids, hash_arrays, map_volume
 from compiler_trainer.data.image_rows import ImageRows, image_tokens_of_row, with_images
 from compiler_trainer.data.loader import JoinedRows, Loader, Mixture
 from compiler_trainer.data.packing import (
-    TOGETHER,
+    RECORDS,
     ClassRows,
     Facts,
     LayoutSpec,
@@ -59,6 +59,11 @@ class Part:
     held_out: Rows | None
     is_cut: bool
     vocab_size: int | None = None  # of a user's dataset, if it has one
+
+    @property
+    def is_dataset(self) -> bool:
+        """True if the sequences are those of a user's dataset."""
+        return any(isinstance(rows, DatasetRows) for rows in (self.train, self.held_out))
 
     def describe(self, tokenizer: str) -> Iterator[str]:
         """Yield lines on documents, tokens, sequences, the place on disk, and skipped records."""
@@ -300,7 +305,7 @@ def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
     """Raise UserError if token ids exceed the model's vocabulary, or use only a small part of it."""
     if vocab_size is None or datasets.vocab_size is None:
         return
-    dataset_names = [part.name for part in datasets.parts if part.tokens is None]
+    dataset_names = [part.name for part in datasets.parts if part.is_dataset]
     owner = f"data._target_={dataset_names[0]}" if dataset_names else f"data.tokenizer={datasets.cfg.tokenizer}"
     tokens = f"{owner} has {datasets.vocab_size:,} tokens"
     if datasets.vocab_size > vocab_size:
@@ -322,14 +327,15 @@ def packing_note(rows: Rows, packing: str) -> str:
     """Return a note on the conversations or pairs that do not fit into a sequence, and the fix."""
     if packing == "cut":
         return f"{rows.cut_share:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
-    if packing.removeprefix("short ") in TOGETHER:
-        return f"{rows.cut_share:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; increase it"
-    return f"{rows.cut_share:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; increase it"
+    length = f"train.seq_len={rows.seq_len:,}"
+    if name := RECORDS.get(packing.removeprefix("short ")):
+        return f"{rows.cut_share:.1%} of {name} are longer than {length} and left out; increase it"
+    return f"{rows.cut_share:.1%} of conversations are longer than {length} and cut; increase it"
 
 
 def describe_rows(rows: Rows) -> str:
     """Return the size of packed data and the quality of the packing, as text."""
-    lost_name = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
+    lost_name = f"{rows.records} left out" if isinstance(rows, PairRows) else "documents cut"
     lost_name = "texts left out" if isinstance(rows, ClassRows) else lost_name
     packed = f"{rows.padding:.2%} padding, {rows.cut_share:.1%} of {lost_name}"
     tokens, excluded = rows.facts.tokens, rows.facts.tokens - rows.facts.row_tokens

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE, DataConfig
-from compiler_trainer.data.corpus import Corpus, Ids, draw_validation, hash_arrays, split
+from compiler_trainer.data.corpus import Corpus, Ids, check_records, draw_validation, hash_arrays, split
 from compiler_trainer.data.layout import PADDING, Layout, with_images
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.loss import PADDING_DOCUMENT
@@ -461,8 +461,9 @@ def split_records(
     if 0 < eval_fraction < 1:
         is_validation_record = draw_validation(len(is_validation_record), eval_fraction, documents_before // size)
         if len(is_validation_record) < 2:
-            raise UserError("data.eval_fraction", "there is only one record, too few for validation; set it to 0")
-        if is_validation_record.all() or not is_validation_record.any():
+            check_records(documents_before)
+            is_validation_record[:] = False
+        elif is_validation_record.all() or not is_validation_record.any():
             is_validation_record = np.arange(len(is_validation_record)) == len(is_validation_record) - 1
     is_validation = np.repeat(is_validation_record, size)
     return corpus, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
@@ -471,15 +472,18 @@ def split_records(
 class PairRows(Rows):
     """Rows of one pair, triplet or answer each. An entry `pairs`, int64 [rows], is 1, or 0 for rows that fill a batch.
 
-    If pairs have margins, these are the entry `margins`, fp32 [rows]; an answer's is `desirable`.
+    `records` is their name in the plural. If pairs have margins, these are the entry `margins`, fp32 [rows]; an
+    answer's is `desirable`.
     `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become
     the entries `REFERENCE`, or `ANSWER_REFERENCE`, fp32 [rows]. With one more column than a record has documents, an
     unrelated answer is the last document of each row.
     """
 
-    def __init__(self, rows: Rows, documents: int = 2, reference: NDArray[np.float32] | None = None):
-        self.rows, self.documents, self.reference = rows, documents, reference
-        self.names = ANSWER_REFERENCE if documents == 1 else REFERENCE
+    reference: NDArray[np.float32] | None = None
+
+    def __init__(self, rows: Rows, records: str):
+        self.rows, self.records, self.documents = rows, RECORDS[records], TOGETHER[records]
+        self.names = ANSWER_REFERENCE if self.documents == 1 else REFERENCE
         self.seq_len, self.facts = rows.seq_len, rows.facts
 
     def __len__(self) -> int:
@@ -522,7 +526,7 @@ def append_unrelated(row: dict[str, Ids], other: dict[str, Ids], number: int) ->
 def of_records(rows: Rows, cfg: DataConfig) -> Rows:
     """Return packed rows with the entries of the records of a config: pairs and the like, or classes."""
     if cfg.has_groups:
-        return PairRows(rows, TOGETHER["pairs" if cfg.pairs else cfg.records])
+        return PairRows(rows, "pairs" if cfg.pairs else cfg.records)
     return ClassRows(rows) if cfg.records == "classes" else rows
 
 

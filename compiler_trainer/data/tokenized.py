@@ -124,9 +124,10 @@ def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
         problem = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
         raise UserError("data.tokenizer", f"{problem}, which differs from it; set it to that one")
     for name in ("chat", "pairs", "train_on", "records", "labels", "margins"):
-        theirs, ours = (str(getattr(options, name)).lower() for options in (manifest, cfg))
+        theirs, ours = (getattr(options, name) for options in (manifest, cfg))
         if theirs != ours:
-            raise UserError(f"data.{name}", f"is {ours}, but {folder} was made with {theirs}; set it to {theirs}")
+            there, here = (str(value).lower() if isinstance(value, bool) else str(value) for value in (theirs, ours))
+            raise UserError(f"data.{name}", f"is {here}, but {folder} was made with {there}; set it to {there}")
     check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
 

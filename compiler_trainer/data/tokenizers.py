@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -23,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.extras import install
+from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
@@ -299,7 +299,7 @@ def read_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
     loaded = load_by_transformers(path)
     backend = Backend.from_str(loaded.backend_tokenizer.to_str())
     opening, ending = surrounding_ids(backend)
-    stops = read_stops(path)
+    stops = ends_of_answers(Path(path).parent)
     if eos_token is not None:
         end = token_id(eos_token, backend)
     elif loaded.eos_token_id is not None:
@@ -329,22 +329,6 @@ def load_by_transformers(path: str) -> Any:
         fix = "only tokenizers of the tokenizers library are supported; convert it to one"
         raise UserError(path, f"transformers loads it as {type(loaded).__name__}, which is written in Python; {fix}")
     return loaded
-
-
-def read_stops(path: str) -> tuple[int, ...]:
-    """Return the ids that end generation: eos_token_id of generation_config.json, otherwise of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path).with_name(name)
-        if not file.is_file():
-            continue
-        try:
-            ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(str(file), f"is not a JSON object: {one_line(error)}") from error
-        ends = ends if isinstance(ends, list) else [ends]
-        if ids := tuple(end for end in ends if isinstance(end, int)):
-            return ids
-    return ()
 
 
 def tokenizer_here(cfg: DataConfig) -> str:

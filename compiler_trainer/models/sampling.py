@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.models import folder
 from compiler_trainer.models.decoders import as_transformers, form_of
@@ -56,7 +56,8 @@ def continued(
     if why_uncached(cfg):
         drawn = islice(one_by_one(subject, model, prompt, cfg.train.seq_len, sampling), sampling.tokens)
     else:
-        ends = ends | (ends_answers(folder_of(cfg).path) if isinstance(cfg.model, FolderConfig) else set())
+        is_folder = isinstance(cfg.model, FolderConfig)
+        ends = ends.union(ends_of_answers(Path(folder_of(cfg).path)) if is_folder else ())
         sampling = replace(sampling, tokens=min(sampling.tokens, positions(cfg, subject)[0] - len(prompt)))
         drawn = generated(folder.plain(model), prompt, ends, sampling, inputs=inputs)[0].tolist()
     return list(takewhile(lambda i: i not in ends, drawn))
@@ -235,13 +236,3 @@ def as_computed(cfg: Config, parameter: Tensor) -> Tensor:
     dtype = cfg.passes.cast.param_dtype
     is_cast = dtype in ("float32", "bfloat16") and parameter.is_floating_point()
     return parameter.to(getattr(torch, str(dtype))) if is_cast else parameter
-
-
-def ends_answers(folder: str) -> set[int]:
-    """Return the tokens that end an answer, from the folder's generation_config.json or config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder, name)
-        token_ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if token_ids is not None:
-            return set(token_ids) if isinstance(token_ids, list) else {token_ids}
-    return set()

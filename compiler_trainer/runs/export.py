@@ -17,6 +17,7 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of, further_values, has_form_of_further
@@ -26,7 +27,6 @@ from compiler_trainer.models.gguf.architectures import architecture_of, is_read
 from compiler_trainer.models.gguf.file import TYPES, is_gguf, write_gguf
 from compiler_trainer.models.merge import merged, save
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.transformers_private import further_layers, without_further_layers
 from compiler_trainer.models.weights import INDEX, ONE_FILE, stored_in
 from compiler_trainer.runs.check_export import check_export_alone, config_of_run
@@ -266,7 +266,7 @@ def stop_at_turns(out: Path) -> str:
 
     Return the text to append to the sentence on the export.
     """
-    stops = sorted(ends_answers(str(out)))
+    stops = sorted(ends_of_answers(out))
     try:
         end = end_of_turn(out)
     except Exception as error:  # the folder's tokenizer may raise anything

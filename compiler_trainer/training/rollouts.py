@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.config.schema import Config, FolderConfig, GrpoConfig, RolloutConfig
 from compiler_trainer.config.targets import function
 from compiler_trainer.data.corpus import Ids
@@ -27,7 +29,7 @@ from compiler_trainer.models import INPUTS
 from compiler_trainer.models.grpo import answer_logs
 from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.place import folder_of
-from compiler_trainer.models.sampling import Drawn, ends_answers, why_uncached
+from compiler_trainer.models.sampling import Drawn, why_uncached
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.program_cache import ProgramCache
@@ -63,7 +65,7 @@ class Answers(Callback):
         assert isinstance(rows, PromptRows)
         self.rows, self.shown = rows, list[dict[str, Any]]()
         is_folder = isinstance(cfg.model, FolderConfig)
-        self.ends = ends_answers(folder_of(cfg).path) if is_folder else set[int]()
+        self.ends = set(ends_of_answers(Path(folder_of(cfg).path))) if is_folder else set[int]()
 
     def on_start(self, run: Run) -> None:
         """Compile the log-probabilities if they are needed, and draw the batches from now on."""

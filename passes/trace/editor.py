@@ -85,7 +85,7 @@ class Editor:
     def trace(self, fn: Callable[..., Any], *args: Any, key: Any = None) -> Any:
         """Insert the operators that `fn` calls on `args`, nodes among them as their values; return its result.
 
-        A function with a `key` is traced once for operands of the same layouts.
+        A function with a `key` is traced once for operands of the same layouts; the key holds all that it closes over.
         """
         return self.graft(*self.body(fn, args, {}, key))[1]
 
@@ -105,7 +105,8 @@ class Editor:
         values = [ir.value(node) for node in inputs]
         if key is None:
             return trace(over_tensors, distinct(values), self.ctx), inputs
-        signature = key, repr(fx.map_arg((args, kwargs), numbers.__getitem__)), *map(layout, values)
+        place = getattr(fn, "__code__", None)  # two functions may have the same key
+        signature = key, place, repr(fx.map_arg((args, kwargs), numbers.__getitem__)), *map(layout, values)
         if signature not in self.traced:
             with self.ctx.fake_mode, torch.no_grad():
                 empties = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]

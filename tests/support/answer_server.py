@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import torch
 from transformers import AutoModelForCausalLM
 
-from compiler_trainer.models.sampling import Sampling, ends_answers, group
+from compiler_trainer.config.files import ends_of_answers
+from compiler_trainer.models.sampling import Sampling, group
 
 FIELDS = {"prompt", "max_tokens", "temperature", "seed", "stop_token_ids", "n", "logprobs", "return_token_ids", "top_p", "top_k", "min_p", "repetition_penalty"}
 
@@ -34,7 +35,7 @@ class StandIn:
 
     def __init__(self, engine, folder, change=lambda path, reply: (200, reply)):
         self.engine, self.folder, self.change = engine, Path(folder), change
-        self.model, self.ends = read(folder), ends_answers(str(folder))
+        self.model, self.ends = read(folder), set(ends_of_answers(Path(folder)))
         self.loaded, self.cached, self.seeds, self.lock = 0, False, [], threading.Lock()
         self.http = Listener(("127.0.0.1", 0), handler_of(self))
         self.url = f"http://127.0.0.1:{self.http.server_port}"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.models.folder import library
-from compiler_trainer.models.sampling import ends_answers
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 SPACE = "▁"  # a space of sentencepiece
@@ -165,6 +165,6 @@ def add_special(special: Any, loaded: Any, folder: Path) -> None:
         number = getattr(loaded, f"{kind}_token_id")
         if number is not None:
             special.special_token_ids[kind] = number
-    further = sorted(ends_answers(str(folder)) - {special.special_token_ids.get("eos")})
+    further = sorted({*ends_of_answers(folder)} - {special.special_token_ids.get("eos")})
     if further:
         special.special_token_ids["eot"] = further[-1]

@@ -199,3 +199,21 @@ def test_memory_is_taken_once_and_is_what_a_rank_writes(block, monkeypatch):
     sizes = sum(t.nbytes for of_rank in staging.pieces.values() for t in of_rank.values())
     assert sizes <= staging.bytes < sizes + 64 * len(staging.sources)
     assert all(torch.equal(a, b) for a, b in zip(staging.copies, (s.box.of_local(build("two").state[s.name][1][s.rank]) for s in staging.sources)) if a.dtype != torch.float8_e4m3fn)
+
+
+def test_files_that_vanish_while_they_are_counted_count_as_none(tmp_path, monkeypatch):
+    folder = tmp_path / "step_1.tmp"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(bytes(10))
+    stat = Path.stat
+
+    def vanishing(path, **options):
+        if path.name in "abc":
+            path.unlink()
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", vanishing)
+        assert save.written_bytes(tmp_path) == 0
+    assert save.written_bytes(tmp_path) == 20  # a step later

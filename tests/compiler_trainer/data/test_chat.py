@@ -127,6 +127,7 @@ def test_fitted_conversations_are_whole_and_have_the_same_labels(tokenizer, tmp_
 
 
 FORGETFUL = "{{ messages | length }}{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+CALLS = "{% for m in messages %}{% if m.role == 'assistant' and m.content %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
 REFUSALS = {
     "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: there is no answer"),
     "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has no conversation; give "messages", or "conversations", or "prompt" and "completion", or "instruction" and "output"; its fields are text'),
@@ -135,6 +136,7 @@ REFUSALS = {
     "number": (CHATML, {"messages": [{"role": "assistant", "content": 1}]}, r'"messages\[0\].content" is int, not a string'),
     "refused by it": ("{{ raise_exception('roles must alternate') }}", {"messages": MESSAGES}, "refuses it: roles must alternate"),
     "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template renders the messages before message 2 differently"),
+    "not rendered": (CALLS, {"messages": [*MESSAGES[:2], {"role": "assistant", "content": "b", "weight": 0}, MESSAGES[1], {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}]}, "a.jsonl:1: the chat template does not render the answers"),
     "no template": (None, {"messages": MESSAGES}, "data.tokenizer: .*tokenizer.json has no chat template"),
 }
 

@@ -460,3 +460,12 @@ def test_a_vocabulary_beyond_the_model_is_refused():
     check_vocabulary(datasets, 257)
     with pytest.raises(UserError, match="^model.vocab_size: is 256, but data.tokenizer=bytes has 257 tokens"):
         check_vocabulary(datasets, 256)
+
+
+def test_the_vocabulary_of_a_stream_is_the_tokenizers(tmp_path):
+    (tmp_path / "a.txt").write_text("a text of some tokens\n" * 9)
+    datasets = build_datasets(text_config(tmp_path / "a.txt", stream=True, eval_fraction=0.0), 8, 1)
+    with pytest.raises(UserError, match="^model.vocab_size: is 256, but data.tokenizer=bytes has 257 tokens"):
+        check_vocabulary(datasets, 256)
+    with pytest.raises(UserError, match="^data.tokenizer: is bytes, 257 tokens, for a vocabulary of 32,000"):
+        check_vocabulary(datasets, 32_000)

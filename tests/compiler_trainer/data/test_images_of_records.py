@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -15,6 +16,7 @@ from vision_folders import IMAGE_TOKEN, picture, vision_folder
 from compiler_trainer import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data import tokenized
+from compiler_trainer.data.corpus import split
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.preview import Reader
 from compiler_trainer.data.stored import ALL
@@ -42,13 +44,13 @@ def made(tmp_path):
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(picture(number))
 
-    def build(records, name="chats.jsonl", seq_len=128, images=2, kind="llava", **options):
+    def build(records, name="chats.jsonl", seq_len=128, images=2, kind="llava", eval_fraction=0.0, **options):
         path = tmp_path / name
         if name.endswith(".parquet"):
             pq.write_table(pa.Table.from_pylist(records), path)
         else:
             path.write_text("\n".join(map(json.dumps, records)))
-        cfg = DataConfig(name="text", files=(str(path),), chat=True, images_per_row=images, eval_fraction=0.0,
+        cfg = DataConfig(name="text", files=(str(path),), chat=True, images_per_row=images, eval_fraction=eval_fraction,
                          tokenizer=str(vision_folder(kind) / "tokenizer.json"), cache=str(tmp_path / "cache"), **options)
         return build_datasets(cfg, seq_len, 1), cfg
 
@@ -258,3 +260,22 @@ def test_options_of_images_are_part_of_the_fingerprint(made):
     assert first not in others and len(set(others)) == 2
     assert made([chat(path="0.png")])[0].train.rows.fingerprint == first
     assert made([chat(path="1.png")], "other.jsonl")[0].train.rows.fingerprint != first
+
+
+def test_validation_data_are_whole_records_and_not_all_of_them(made):
+    with pytest.raises(UserError, match="^data.eval_fraction: there is only one record, too few for validation; set it to 0"):
+        made([chat(path="0.png")], eval_fraction=0.05)
+    datasets, _ = made([chat(path=f"{n}.png") for n in range(2)], eval_fraction=0.05)
+    assert len(datasets.train.rows) == len(datasets.eval.rows) == 1
+
+
+def test_samples_of_a_record_with_images_stay_together(made):
+    datasets, _ = made([chat(path="0.png")] * 3)
+    corpus = datasets.train.rows.parts[0].rows.corpus
+    corpus = replace(corpus, offsets=np.linspace(0, len(corpus.tokens), 4, dtype=np.int64))
+    several = replace(corpus, continues=np.array([False, False, True]))
+    assert [half.tolist() for half in split(several, 1e-9)[1:]] == [[0], [1, 2]]
+    several = replace(corpus, continues=np.array([False, True, True]))
+    with pytest.raises(UserError, match="only one record"):
+        split(several, 1e-9)
+    assert [half.tolist() for half in split(several, 1e-9, documents_before=5)[1:]] == [[0, 1, 2], []]

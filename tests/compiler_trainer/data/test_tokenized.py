@@ -181,6 +181,16 @@ def test_tokens_of_another_tokenizer_or_kind_are_refused(tmp_path):
         batches(tokens(tmp_path / "out"))
 
 
+def test_labels_of_tokens_are_compared_as_they_are_written(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "label": "Yes"}\n{"text": "b", "label": "no"}\n')
+    options = {"name": "text", "records": "classes", "cache": str(tmp_path / "cache")}
+    tokenized.write(DataConfig(files=(str(path),), labels=("Yes", "no"), **options), tmp_path / "out", ALL)
+    theirs = DataConfig(**options | {"name": "tokens"}, tokens=str(tmp_path / "out"), labels=("yes", "no"))
+    with pytest.raises(UserError, match=r"^data.labels: is \('yes', 'no'\), but .*out was made with \('Yes', 'no'\)"):
+        batches(theirs)
+
+
 def test_a_folder_of_other_tokens_is_not_written_over(tmp_path):
     cfg = text(tmp_path)
     tokenized.write(cfg, tmp_path / "out", ALL)

@@ -23,9 +23,11 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 from compiler_trainer import checkpoint
 from compiler_trainer.cli.table import VERBS
 from compiler_trainer.config import schema
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models import merge, sampling
-from compiler_trainer.models.sampling import Sampling, chances, ends_answers
+from compiler_trainer.models.sampling import Sampling, chances
 from compiler_trainer.models.subject import subject
 from compiler_trainer.runs.saved import trained_model
 from compiler_trainer.training import loggers
@@ -307,12 +309,18 @@ def test_of_which_tokens_one_is_drawn(how, kept):
 
 
 def test_an_answer_ends_where_the_folder_says(run, trained, monkeypatch, tmp_path):
-    assert ends_answers(str(tmp_path)) == set()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert ends_answers(str(tmp_path)) == {7}
+    assert ends_of_answers(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7, "time_step_limit": [0.0, Infinity]}')
+    assert ends_of_answers(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
-    assert ends_answers(str(tmp_path)) == {2, 9}
-    monkeypatch.setattr(sampling, "ends_answers", lambda folder: set(range(257)))
+    assert ends_of_answers(tmp_path) == (2, 9)
+    for nothing in ("[]", "null", "{}"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {nothing}}}')
+        assert ends_of_answers(tmp_path) == (7,)
+    (tmp_path / "config.json").write_text("[7]")
+    with pytest.raises(UserError, match="config.json: is not a JSON object"):
+        ends_of_answers(tmp_path)
+    monkeypatch.setattr(sampling, "ends_of_answers", lambda folder: tuple(range(257)))
     assert run("generate", trained("folder"), "--prompt", "ab") == "ab\n"
 
 

@@ -51,6 +51,28 @@ def test_the_norm_is_that_of_the_whole_gradient(mesh, max_norm):
     assert_same(step.state_dict(), {name: value.detach() for name, value in wanted.items()}, 1e-12)
 
 
+class Scalar(nn.Module):
+    """A model with a scalar parameter, whose gradient has the shape of a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.tensor(1.1)), nn.Parameter(torch.arange(1.0, 9.0) / 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(1) * self.scale
+
+
+def test_the_norm_is_not_reduced_in_the_dtype_of_gradients():
+    batch = {"x": torch.arange(1.0, 17.0).view(2, 8)}
+    programs = {}
+    compile_step(Scalar(), mean, batch, mesh={"dp_shard": 2}, optim={"name": "sgd"}, ranks="lockstep",
+                 passes={"cast": {"reduce_dtype": "bfloat16"}},
+                 observe=lambda program, record: programs.update({record.name: program}))
+    reduced = [node.args[1:] for node in programs["optimize"].calls() if op_name(node.target) == "psum"]
+    assert ("dp_shard", torch.float32, torch.bfloat16) in reduced, "the gradient of the scalar"
+    assert ("dp_shard", torch.float32, None) in reduced, "the squared norm"
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.sample(2)
 def test_a_gradient_below_the_limit_is_not_scaled(mesh):
