@@ -14,12 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.pictures import ImageFile
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 from compiler_trainer.places.folders import StoredFolder
 
@@ -219,34 +220,22 @@ class Summary(NamedTuple):
     notes: dict[str, str] = {}
 
 
-class PartBorders(Protocol):
-    """The interface of a part of a document, with its borders."""
+class Part(NamedTuple):
+    """A document or a part of one: a text, or ids with their labels, and its images with their first tokens."""
+
+    content: str | Encoded
+    begins: bool
+    ends: bool
+    continues: bool = False  # True for a sample of the same record as the previous document
+    value: float | None = None  # the number of its document
+    images: tuple[bytes, ...] = ()
+    image_tokens: Sequence[int] = ()
+    image_files: tuple[ImageFile, ...] = ()  # of its record, in the first part of it
 
     @property
-    def begins(self) -> bool: ...
-
-    @property
-    def ends(self) -> bool: ...
-
-    @property
-    def continues(self) -> bool:
-        """True if it is a sample of the same record as the previous document."""
-
-    @property
-    def value(self) -> float | None:
-        """The number of its document, if it has one."""
-
-    @property
-    def images(self) -> tuple[bytes, ...]:
-        """The files of its images."""
-
-    @property
-    def image_tokens(self) -> Sequence[int]:
-        """The first token of each image."""
-
-    @property
-    def image_files(self) -> Sequence[tuple[str, int, int]]:
-        """The path, size and time of change of each local file that was read for it."""
+    def size(self) -> int:
+        """The number of characters or ids."""
+        return len(self.content if isinstance(self.content, str) else self.content[0])
 
 
 class Shard:
@@ -260,7 +249,7 @@ class Shard:
         self.files = {name: open(f"{self.stem}.{name}", "wb") for name in arrays_of(with_images)}
         self.image_bytes = 0
 
-    def add(self, parts: Iterable[PartBorders], encoded: Iterable[Encoded]) -> None:
+    def add(self, parts: Iterable[Part], encoded: Iterable[Encoded]) -> None:
         """Append documents or parts of them; documents get their closing token, and empty ones are only counted."""
         ids, counts, ends, continues, values, at = [], [], [], [], [], self.summary.tokens
         documents = empty = 0
@@ -284,7 +273,7 @@ class Shard:
         summary = self.summary
         self.summary = summary._replace(tokens=at, documents=summary.documents + documents, empty=summary.empty + empty)
 
-    def add_images(self, part: PartBorders, at: int) -> None:
+    def add_images(self, part: Part, at: int) -> None:
         """Append the images of a document whose first token is number `at`."""
         if part.images:
             ends = self.image_bytes + np.cumsum([len(image) for image in part.images])

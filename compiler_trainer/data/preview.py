@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,13 +13,12 @@ import numpy as np
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.chat import ChatTemplate
+from compiler_trainer.data.corpus import Part
 from compiler_trainer.data.pictures import with_image_texts
-from compiler_trainer.data.readers import READERS, ReadOptions
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record, Texts
 from compiler_trainer.data.sources import source_of, stream_of
 from compiler_trainer.data.tokenizers import Tokenizer, load_by_transformers, tokenizer_of
-from compiler_trainer.data.worker import Part, Worker, make_recipe
+from compiler_trainer.data.worker import Worker, make_recipe
 from compiler_trainer.places.cache import cache_of
 
 KINDS: tuple[dict[str, Any], ...] = ({"chat": True, "pairs": True}, {"chat": True}, {"chat": False})  # records
@@ -48,6 +46,17 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)
     first_bad: dict[str, str] = field(default_factory=dict)
 
+    def skip(self, where: Callable[[], str], reason: str) -> None:
+        """Count a bad record."""
+        self.bad[reason] += 1
+        self.first_bad.setdefault(reason, where())
+
+    def note(self, where: Callable[[], str], notes: Iterable[str]) -> None:
+        """Add notes about a record, unless an earlier record had them."""
+        for note in notes:
+            if note not in self.notes:
+                self.notes[note] = where()
+
     def lines(self) -> Iterator[str]:
         """Yield the counts as text."""
         bad = sum(self.bad.values())
@@ -68,12 +77,17 @@ class Reader:
     """A reader of the records of a config's only source; its kind is that of the first record unless `kinds` fix it."""
 
     def __init__(self, cfg: DataConfig, kinds: Sequence[dict[str, Any]]):
-        self.cfg, self.tokenizer = cfg, tokenizer_of(cfg)
-        self.cache = cache_of(cfg)
-        self.source = (stream_of if cfg.stream else source_of)(cfg, cfg.seed, self.cache)
+        self.cfg, self.tokenizer, cache = cfg, tokenizer_of(cfg), cache_of(cfg)
+        self.source = (stream_of if cfg.stream else source_of)(cfg, cfg.seed, cache)
+        self.worker = self.worker_of(chat=False, pairs=False)
         self.chat, self.pairs = (cfg.chat, cfg.pairs) if cfg.records != "documents" else self.kind(kinds)
-        cfg = dataclasses.replace(cfg, chat=self.chat, pairs=self.pairs, bad_records="skip")
-        self.worker = Worker(make_recipe(cfg, cfg, self.tokenizer), self.cache.folder)
+        self.worker = self.worker_of(chat=self.chat, pairs=self.pairs)
+
+    def worker_of(self, **kind: bool) -> Worker:
+        """Return a worker for records of a kind, which skips bad ones."""
+        cfg = dataclasses.replace(self.cfg, **kind, bad_records="skip")
+        recipe = make_recipe(cfg, cfg, self.tokenizer)
+        return Worker(recipe._replace(in_place=cfg.stream), recipe.cache.folder)
 
     def kind(self, kinds: Sequence[dict[str, Any]]) -> tuple[bool, bool]:
         """Return (is chat, is pairs) of the first record; raise UserError if it is of no kind."""
@@ -93,14 +107,8 @@ class Reader:
 
     def records(self, fields: Fields | None = None) -> Iterator[Record]:
         """Yield all records."""
-        template = ChatTemplate(self.tokenizer) if fields is None and self.chat else None
-        fields = fields or self.worker.recipe.fields(template)
         for span in self.source.spans:
-            fields = fields._replace(base=os.path.dirname(span.path))
-            options = ReadOptions(
-                fields, self.cfg.document_separator, self.tokenizer, self.cache, in_place=self.cfg.stream
-            )
-            yield from READERS[span.reader](span, options)
+            yield from self.worker.records(span, fields)
 
     def documents(self, document: Document, notes: list[str]) -> list[Shown]:
         """Return the documents of a record, each complete."""
@@ -168,20 +176,8 @@ class Reader:
         """Return counts over the first `most` records."""
         counts = Counts()
         for record in itertools.islice(self.records(), limit):
-            notes: list[str] = []
             counts.records += 1
-            try:
-                document = record.read()
-                notes += document.notes
-                parts = self.worker.prepare(document, notes)
-            except BadRecord as error:
-                counts.bad[str(error)] += 1
-                counts.first_bad.setdefault(str(error), record.where())
-                continue
-            for note in notes:
-                if note not in counts.notes:
-                    counts.notes[note] = record.where()
-            self.count(parts, counts)
+            self.count(self.worker.parts(record, counts), counts)
         return counts
 
     def count(self, parts: list[Part], counts: Counts) -> None:

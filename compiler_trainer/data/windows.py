@@ -22,12 +22,12 @@ from threading import Lock
 from typing import NamedTuple
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.corpus import Shard, Summary, join
+from compiler_trainer.data.corpus import Part, Shard, Summary, join
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.records import Record
 from compiler_trainer.data.sources import Source, stamp
 from compiler_trainer.data.tokenizers import PART_BYTES
-from compiler_trainer.data.worker import DOCUMENTS_AT_ONCE, Part, Recipe, Worker, batches, serve
+from compiler_trainer.data.worker import DOCUMENTS_AT_ONCE, Recipe, Worker, batches, serve
 from compiler_trainer.data.workers import answer, ask, start, stored
 from compiler_trainer.places.cache import Cache, folder_name, get_or_make, list_entries, writable
 from compiler_trainer.places.folders import StoredFolder

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import formats
 from compiler_trainer.data.chat import Chats, ChatTemplate
-from compiler_trainer.data.corpus import Encoded, Shard
-from compiler_trainer.data.pictures import ImageFile, ImageOptions, files_of, image_options, restore_options
+from compiler_trainer.data.corpus import Encoded, Part, Shard
+from compiler_trainer.data.pictures import ImageOptions, files_of, image_options, restore_options
 from compiler_trainer.data.readers import READERS, ReadOptions, Span
 from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair, Record, Texts
 from compiler_trainer.data.tokenizers import PART_BYTES, Tokenizer, parts, restore, tokenizer_of
@@ -98,22 +98,12 @@ def make_recipe(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | No
     return Recipe(tokenizer, source.text_column, separator, *kind)
 
 
-class Part(NamedTuple):
-    """A document or a part of one: a text, or ids with their labels, and its images with their first tokens."""
+class RecordCounts(Protocol):
+    """An object that counts bad records and collects notes; `where()` names the record."""
 
-    content: str | Encoded
-    begins: bool
-    ends: bool
-    continues: bool = False  # True for a sample of the same record as the previous document
-    value: float | None = None  # the number of its document
-    images: tuple[bytes, ...] = ()
-    image_tokens: Sequence[int] = ()
-    image_files: tuple[ImageFile, ...] = ()  # of its record, in the first part of it
+    def skip(self, where: Callable[[], str], reason: str) -> None: ...
 
-    @property
-    def size(self) -> int:
-        """The number of characters or ids."""
-        return len(self.content if isinstance(self.content, str) else self.content[0])
+    def note(self, where: Callable[[], str], notes: Iterable[str]) -> None: ...
 
 
 class Worker:
@@ -139,16 +129,16 @@ class Worker:
             for record in self.records(span):
                 yield from self.parts(record, shard)
 
-    def records(self, span: Span) -> Iterator[Record]:
-        """Yield the records of a span."""
-        fields = self.recipe.fields(self.chats.template if self.chats else None)
+    def records(self, span: Span, fields: Fields | None = None) -> Iterator[Record]:
+        """Yield the records of a span; `fields` are those of the recipe by default."""
+        fields = fields or self.recipe.fields(self.chats.template if self.chats else None)
         fields = fields._replace(base=os.path.dirname(span.path))
         recipe = self.recipe
         options = ReadOptions(fields, recipe.separator, self.tokenizer, recipe.cache, recipe.in_place)
         return READERS[span.reader](span, options)
 
-    def parts(self, record: Record, shard: Shard) -> list[Part]:
-        """Return the contents of a record, none of a bad one; the shard counts bad records and notes."""
+    def parts(self, record: Record, counts: RecordCounts) -> list[Part]:
+        """Return the contents of a record, none of a bad one; `counts` gets bad records and notes."""
         notes: list[str] = []
         try:
             document = record.read()
@@ -156,9 +146,9 @@ class Worker:
         except BadRecord as error:
             if not self.recipe.skip_bad:
                 raise UserError(record.where(), str(error)) from error
-            shard.skip(record.where, str(error))
+            counts.skip(record.where, str(error))
             return []
-        shard.note(record.where, [*document.notes, *notes])
+        counts.note(record.where, [*document.notes, *notes])
         return parts_read
 
     def prepare(self, document: Document, notes: list[str]) -> list[Part]:

@@ -365,7 +365,7 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
         yield from check_replicate(program)
     if program.stage >= Stage.JOINT:
         yield from check_gradients(program)
-        yield from check_columns(program)
+        yield from check_float8(program)
     if Stage.JOINT <= program.stage < Stage.BUCKETED:  # later, a bucket joins values that differ on other axes
         yield from check_copies(program)
     if program.stage >= Stage.EXPLICIT:
@@ -374,14 +374,19 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
         yield from check_roles(program)
 
 
-def check_columns(program: ir.Program) -> Iterator[Finding]:
-    """Check that second operands of float8 matmuls have contiguous columns, as their kernels require."""
+FLOAT8_MULTIPLE = 16  # of torch._scaled_mm on CUDA
+
+
+def check_float8(program: ir.Program) -> Iterator[Finding]:
+    """Check that CUDA's kernel takes the operands of float8 matmuls: their layout, and multiples of 16 as dims."""
     for node in program.calls():
-        if node.target is torch.ops.aten._scaled_mm.default and ir.example(node.args[1]).stride(0) != 1:
-            yield (
-                node,
-                f"needs %{node.args[1]} in contiguous columns, not strides {ir.example(node.args[1]).stride()}",
-            )
+        if node.target is torch.ops.aten._scaled_mm.default:
+            (_, inner), columns = ir.example(node.args[0]).shape, ir.example(node.args[1]).shape[1]
+            strides = ir.example(node.args[1]).stride()
+            if strides[0] != 1:
+                yield node, f"needs %{node.args[1]} in contiguous columns, not strides {strides}"
+            if inner % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+                yield node, f"needs inner dim and columns in multiples of {FLOAT8_MULTIPLE}, not {inner} and {columns}"
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:

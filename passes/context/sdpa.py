@@ -71,15 +71,21 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
 
 
 def attention_in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, **options) -> Tensor:
-    """Compute attention with q as [n, h, s, e]: missing leading dims get size 1, excess ones are flattened."""
-    lead = q.shape[:-3]
+    """Compute attention with q as [n, h, s, e]: leading dims are broadcast and flattened, missing ones get size 1."""
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
 
     def to_four_dims(x: Tensor) -> Tensor:
         return x.expand(*lead, *x.shape[-3:]).flatten(0, -4) if lead else x.view(*[1] * (4 - x.dim()), *x.shape)
 
     mask = mask if mask is None or mask.dim() < 4 else to_four_dims(mask)
     out = F.scaled_dot_product_attention(to_four_dims(q), to_four_dims(k), to_four_dims(v), mask, *others, **options)
-    return out.view(*q.shape[:-1], v.shape[-1])
+    return out.view(*lead, *q.shape[-3:-1], v.shape[-1])
+
+
+def in_four_dims(node: fx.Node) -> bool:
+    """Return True if q, k and v have four dims, of which the first are equal."""
+    shapes = [ir.example(x).shape for x in tensor_operands(node)[:3]]
+    return all(len(shape) == 4 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
 
 
 def attention_with_dropout(
@@ -215,7 +221,7 @@ RECORD = AttentionOp(
         flash("_scaled_dot_product_cudnn_attention"),
         flash("_scaled_dot_product_fused_attention_overrideable"),
     ),
-    written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_in_four_dims,
+    written=lambda node: None if in_four_dims(node) else attention_in_four_dims,
     dropping=attention_with_dropout,
     causal=is_causal,
     call=call_of,

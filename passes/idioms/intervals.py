@@ -23,7 +23,7 @@ from passes.context import flex
 from passes.context.kernels import wide_dtype
 from passes.context.sdpa import NAMES, SDPA, arguments
 from passes.idioms.masks import RANK, Interval, LeafValues, NotAnInterval, Reader, Row
-from passes.idioms.match_attention import SOFTMAX, Attention, Scores, single_heads, written_attention
+from passes.idioms.match_attention import SOFTMAX, Attention, Scores, as_source, single_heads, written_attention
 from passes.ir import ir
 from passes.ir.stages import Stage
 from passes.ops.attend import interval_attention
@@ -85,7 +85,7 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
     zeroed = ir.example(mask).dtype == torch.bool
     if not zeroed:
         scores = Scores(node, differentiable)
-        if not scores.adds_mask(mask):
+        if not scores.adds_mask(as_source(mask)):
             raise NotAnInterval(f"a mask of {ir.example(mask).dtype}")
         masks = list(scores.masks)
     return Attention(node, q, k, v, scale, masks=masks, zeroed=zeroed)
@@ -102,7 +102,10 @@ class BoundsCache:
 
     def bounds(self, attention: Attention) -> Bounds:
         """Return the first and last key that each query sees, i64[b or 1, s]; raises NotAnInterval."""
-        queries, keys = ir.example(attention.q).shape[2], ir.example(attention.v).shape[2]
+        q, k, v = map(ir.example, (attention.q, attention.k, attention.v))
+        if reason := why_no_kernel(q, k, v):  # it depends on the tensors, not only on the mask
+            raise NotAnInterval(reason)
+        queries, keys = q.shape[2], v.shape[2]
         key = tuple(attention.masks), attention.zeroed, queries, keys
         if key not in self.results:
             try:
@@ -115,16 +118,13 @@ class BoundsCache:
 
     def read(self, attention: Attention, queries: int, keys: int) -> Bounds:
         """Return the bounds of masks that were not read before; raises NotAnInterval."""
-        q, k, v = map(ir.example, (attention.q, attention.k, attention.v))
-        if reason := why_no_kernel(q, k, v):
-            raise NotAnInterval(reason)
         if queries < 2 or keys < 2:
             raise NotAnInterval("a single query or key")
         reader = Reader(queries, keys, self.batch)
         interval = reader.intersect([condition for mask in attention.masks for condition in reader.let_through(*mask)])
         if not (attention.zeroed or interval.itself and queries <= keys):
             raise NotAnInterval("a query might see no key, and would then attend to all keys equally")
-        bounds = emit(attention.result, reader, interval, q.device, self.ctx)
+        bounds = emit(attention.result, reader, interval, ir.example(attention.q).device, self.ctx)
         self.runs |= reader.runs.keys()
         return bounds
 

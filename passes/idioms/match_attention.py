@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import fx
 from passes.idioms.look_through import ARANGE, CASTS, COPIES, number_of, see_through, span
 from passes.idioms.masks import KEYS, RANK, NotAnInterval, Source
 from passes.ir import ir
+from passes.ir.slices import cone_of
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -36,7 +36,7 @@ INFIX = {
 }
 RESHAPES = (aten._unsafe_view.default, aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 CALLED = {getattr(aten, name).default: name for name in ("tanh", "neg", "abs", "exp", "sigmoid", "relu")}
-WHERE = (aten.where.ScalarOther, aten.where.self)
+WHERE = (aten.where.ScalarOther, aten.where.Scalar, aten.where.self)
 FILL = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
@@ -276,10 +276,12 @@ class Scores:
             return "j" if start == 0 else f"(j + {start})" if start > 0 else f"(j - {-start})"
         if node.target is aten.slice.Tensor:
             return self.slice_of_keys(source, offset)
-        if node.target in WHERE and (is_guard(node.args[0]) or self.masks_by(node, node.args[2])):
-            self.guards += [node] if is_guard(node.args[0]) else []
+        if node.target in WHERE and is_guard(node.args[0]) and source.in_place:
+            self.guards.append(node)
             return self.read(self.operand(source, node.args[1]), offset)
-        if node.target in FILL and self.masks_by(node, node.args[2]):
+        if node.target in WHERE and self.masks_by(source, offset, node.args[2]):
+            return self.side(source, node.args[1], offset, keeps_masks=True)
+        if node.target in FILL and self.masks_by(source, offset, node.args[2]):
             return self.read(self.operand(source, node.args[0]), offset)
         if node.target in INFIX and not node.kwargs:
             return self.binary(source, offset)
@@ -297,7 +299,7 @@ class Scores:
         left, right = source.node.args[:2]
         sign = INFIX[source.node.target]
         for x, other in ((left, right), (right, left)):
-            if sign == "+" and isinstance(x, fx.Node) and self.adds_mask(x):
+            if sign == "+" and isinstance(x, fx.Node) and self.adds_mask(self.operand(source, x), offset):
                 return self.read(self.operand(source, other), offset)
         is_positive = [isinstance(x, (int, float)) and x > 0 for x in (left, right)]
         keeps = sign in "+-" or is_positive[1], sign == "+" or sign == "*" and is_positive[0]
@@ -329,7 +331,7 @@ class Scores:
 
     def term(self, source: Source) -> str:
         """Return the name of a value that does not vary along keys; raises NotAnInterval if it may need a gradient."""
-        if not self.differentiable.isdisjoint((source.node, *ancestors(source.node))):
+        if not self.differentiable.isdisjoint(cone_of(source.node, frozenset())):
             raise NotAnInterval(f"%{source.node.name}, from which scores are computed, may need a gradient")
         if source not in self.terms:
             self.terms.append(source)
@@ -337,20 +339,26 @@ class Scores:
 
     # -- masks ------------------------------------------------------------------------------------
 
-    def masks_by(self, node: fx.Node, low: Any) -> bool:
-        """Return True if a `where` or `masked_fill` hides keys by the lowest number; its mask is collected."""
+    def masks_by(self, source: Source, offset: int, low: Any) -> bool:
+        """Return True if a `where` or `masked_fill` hides keys by the lowest number; its mask is collected.
+
+        Raises NotAnInterval if the mask is transposed or cut afterwards: masks are read in the dims of the scores.
+        """
+        node = source.node
         if not is_lowest(low, ir.example(node).dtype):
             return False
+        if offset or not source.in_place:
+            raise NotAnInterval(f"%{node.name} makes a mask that is transposed or sliced afterwards")
         fills = node.target in FILL
         self.masks.append((node.args[1] if fills else node.args[0], fills))  # type: ignore[arg-type]
         return True
 
-    def adds_mask(self, x: fx.Node) -> bool:
+    def adds_mask(self, source: Source, offset: int = 0) -> bool:
         """Return True if a value is zero at visible keys and the lowest number elsewhere; its mask is collected."""
-        node = below_views(x)
-        if node.target in WHERE and is_zero(node.args[1]):
-            return self.masks_by(node, node.args[2])
-        return node.target in FILL and is_zero(node.args[0]) and self.masks_by(node, node.args[2])
+        node = below_views(source.node)
+        if not (node.target in WHERE and is_zero(node.args[1]) or node.target in FILL and is_zero(node.args[0])):
+            return False
+        return self.masks_by(self.operand(source, node), offset, node.args[2])
 
 
 def bare(text: str) -> str:
@@ -361,17 +369,6 @@ def bare(text: str) -> str:
         if depth == 0:
             return text[1:-1] if text[0] == "(" and at == len(text) - 1 else text
     return text
-
-
-def ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield all values from which a value is computed."""
-    visited: set[fx.Node] = set()
-    stack = list(node.all_input_nodes)
-    while stack:
-        if (x := stack.pop()) not in visited:
-            visited.add(x)
-            stack += x.all_input_nodes
-            yield x
 
 
 def below_views(node: fx.Node) -> fx.Node:

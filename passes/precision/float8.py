@@ -28,6 +28,7 @@ from passes.ir.layer import within
 from passes.ir.operators import name_of
 from passes.ir.stages import Stage
 from passes.ops import routed
+from passes.rules.contractions import MULTIPLE
 from passes.rules.losses import IN_CHUNKS
 from passes.rules.roles import last_of
 from passes.trace.functions import Function, define, record
@@ -36,7 +37,6 @@ aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-12  # least amax, so that a row of zeros has a finite scale (torchao's EPS)
 OPTION = "passes.cast.float8"
-MULTIPLE = 16  # the CUDA kernel needs both dims of each operand to be multiples of this
 
 Quantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
@@ -92,8 +92,8 @@ class Float8(ir.Pass):
     """Compute linear layers in float8 by `recipe` (None: none), except in modules of `skip` and unsuitable ones.
 
     The head, a linear layer that no other follows, stays as it is unless `head`. Both dims of a weight must be
-    multiples of 16, or the kernel refuses them, and at least `min_size`, or quantizing costs more than it saves. Layers
-    that stay as they are are reported.
+    multiples of 16, or padding them would cost more than it saves, and at least `min_size`. Layers that stay as they
+    are are reported. Tokens and shares of a rank may have any size (`passes.rules.contractions`).
     """
 
     recipe: Literal["tensorwise", "rowwise"] | None = None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -41,7 +42,7 @@ class Rule:
         only: factor -> the only axes that may shard it
         exchange: factors of the only result to shard on an axis that shards a factor of operand 0 that `only` excludes:
             operands are exchanged, not gathered, and the result is exchanged back
-        columns: operands (matrices) whose columns the kernel needs to be contiguous
+        local: computes the results from local arguments, if a kernel demands more of them than the operator
         repeats: the result repeats entries of operand 0, which is made replicate first: its gradient is reduced
             afterwards
         place: places some factors on axes of its choice, from the operands' factors; no other factors use these axes
@@ -62,7 +63,7 @@ class Rule:
     emit: Emit | None = None
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
     exchange: Names = ()
-    columns: frozenset[int] = frozenset()
+    local: Callable[..., Any] | None = None
     repeats: bool = False
     place: Place | None = None
     uniform: bool = False

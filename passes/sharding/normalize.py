@@ -220,9 +220,9 @@ def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
 
 
-def take_every_nth(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+def take_every_nth(x: Tensor, dim: int, start: int | None, end: int | None, step: int) -> Tensor:
     """Take every n-th entry of a dim by indexing a new dim of n: x[..., ::2] of alternating gates and values."""
-    return x.unflatten(dim, (-1, step)).select(dim % x.dim() + 1, start)
+    return x.unflatten(dim, (-1, step)).select(dim % x.dim() + 1, start or 0)
 
 
 def _plain_cross_entropy(node: fx.Node) -> bool:
@@ -382,7 +382,7 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
 
 def drops_entries(node: fx.Node) -> bool:
     """Return True if the node is a dropout that is on."""
-    return is_dropout(node) and bool(node.args[2]) and node.args[1] != 0
+    return is_dropout(node) and argument(node, "train") is not False and node.args[1] != 0  # None means True
 
 
 def is_dropout(node: fx.Node) -> bool:

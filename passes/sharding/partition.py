@@ -247,18 +247,13 @@ class Partitioner:
         values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
         if decision.rule.emit is not None:
             return decision.rule.emit(self.builder, node, values, specs, list(results))
-        values = [self.in_columns(v) if i in decision.rule.columns else v for i, v in enumerate(values)]
         supply = iter(values)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(supply) if ir.is_tensor(n) else n)
         if decision.rule.resize is not None:
             args = decision.rule.resize(args, results[0].local_shape(self.program.mesh))
+        if decision.rule.local is not None:
+            return self.builder.trace(decision.rule.local, *args)
         return self.builder.call(node.target, args, kwargs)
-
-    def in_columns(self, x: fx.Node) -> fx.Node:
-        """Return a matrix whose columns are contiguous, as a conversion may have made its rows contiguous."""
-        if ir.example(x).stride(0) == 1:
-            return x
-        return self.builder.trace(lambda x: x.t().contiguous().t(), x)
 
     def body(self, program: ir.Program, plan: Plan, results: tuple[Spec, ...]) -> ir.Program:
         """Return the body of a custom function as a local program; its gradient is not derived."""

@@ -37,6 +37,7 @@ from passes.context import flex, interval_cpu
 from passes.context.call import METHODS
 from passes.context.interval_cpu import ROWS, calls, pieces
 from passes.context.sequence_layout import bounds_of as bounds_program
+from passes.idioms import intervals
 from passes.idioms.intervals import Intervals
 from passes.ir import ir
 from passes.ir.mesh import Mesh
@@ -200,6 +201,21 @@ def test_what_no_interval_says_stays_a_mask_and_the_report_says_why(name):
     assert report.counts == {"attention_by_interval": 0}
     (note,) = report.notes
     assert "its mask stays in memory: " in note and reason in note, note
+
+
+def test_each_attention_under_a_mask_is_asked_for_its_kernel(monkeypatch):
+    """Check heads of widths 4 and 6 under one mask, of which a kernel takes only the narrow one."""
+    monkeypatch.setattr(intervals, "why_no_kernel", lambda q, k, v: "too wide" if q.shape[-1] > 4 else "")
+
+    def both(x):
+        i, j = grids(7)
+        visible = i >= j
+        narrow = F.scaled_dot_product_attention(x[..., :4], x[..., :4], x[..., :4], visible)
+        return narrow.sum() + F.scaled_dot_product_attention(x, x, x, visible).sum()
+
+    function = capture(both, [random(2, 1, 7, 6)], Mesh(), weights=[0])
+    _, report = Intervals()(function.program, function.ctx)
+    assert report.counts == {"attention_by_interval": 1} and "too wide" in report.notes[0]
 
 
 def test_ids_given_from_outside_have_to_stand_together():

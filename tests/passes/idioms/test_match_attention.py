@@ -61,6 +61,7 @@ READ = {  # change, masked -> scale, score, terms
     "scaled": (lambda x: x * 0.5, added, (0.5, "", 0)),
     "divided": (lambda x: x / 2, filled, (0.5, "", 0)),
     "capped": (lambda x: torch.tanh(x * 0.5 / 3) * 3, added, (0.5, "tanh(s / 3.0) * 3.0", 0)),
+    "of two numbers": (lambda x: x, lambda x: x + torch.where(causal(), 0.0, -torch.inf), (1.0, "", 0)),
     "twice a number": (lambda x: x * 0.5 * 3, added, (0.5, "s * 3.0", 0)),
     "shifted": (lambda x: x * 0.5, lambda x: (y := filled(x)) - y.amax(-1, True), (0.5, "", 0)),
     "used twice": (lambda x: torch.tanh(x) + x, filled, (1.0, "tanh(s) + s", 0)),
@@ -99,11 +100,22 @@ def test_sinks_are_read_and_keep_their_gradient(shift, shape):
     check(function, {}, TOLERANCE)
 
 
+def cut_mask() -> Tensor:
+    """Return a causal mask, of which the first keys were cut off."""
+    i, j = torch.arange(SIZE)[:, None], torch.arange(2 * SIZE)
+    return torch.where(j <= i + SIZE, torch.zeros((), dtype=F64), -torch.inf)[:, SIZE:]
+
+
 LEFT = {
     "a mask of -1e4": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.where(causal(), 0.0, -1e4), lambda x: x), "computed with"),
     "a bias of pairs": (lambda q, k, v: plain(q, k, v, lambda x: x + torch.sin(apart() * apart() * 1.0), filled), "computed with"),
     "a query that might see nothing": (
         lambda q, k, v: plain(q, k, v, lambda x: x, lambda x: x.masked_fill(apart() <= 0, LOW)), "might see no key",
+    ),
+    "a mask cut afterwards": (lambda q, k, v: plain(q, k, v, lambda x: x + cut_mask(), lambda x: x), "transposed or sliced afterwards"),
+    "a mask transposed afterwards": (
+        lambda q, k, v: plain(q, k, v, lambda x: x + torch.where(apart() <= 0, torch.zeros((), dtype=F64), -torch.inf).transpose(0, 1), lambda x: x),
+        "transposed or sliced afterwards",
     ),
     "two columns of sinks": (
         lambda q, k, v: torch.cat([filled(q @ k.repeat_interleave(2, 1).mT), q[..., :2]], -1).softmax(-1)[..., :-2]

@@ -18,6 +18,7 @@ from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models import Llama
 from passes.ir import ir
 from passes.precision import float8
+from passes.rules import contractions
 from passes.sharding.partition import Partitioner
 
 BF16 = torch.bfloat16
@@ -112,9 +113,23 @@ def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
     compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes, observe=lambda program, _: programs.append(program))
     products = [n for p in programs for n in p.calls() if "_scaled_mm" in str(n.target) and p.has_backward]
     assert products and all(ir.example(n.args[1]).stride(0) == 1 for n in products)
-    monkeypatch.setattr(Partitioner, "in_columns", lambda self, x: x)
+    monkeypatch.setattr(contractions, "multiply_float8", torch.ops.aten._scaled_mm.default)
     monkeypatch.setattr(Partitioner, "hoist", lambda self, node, wanted: None)
     with pytest.raises(ir.CompileError, match=r"joint: %_scaled_mm.* needs %.* in contiguous columns, not strides"):
+        compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_shares_of_any_size_are_padded_for_the_kernel(recipe, monkeypatch):
+    """Check shares of 35 tokens and 24 columns, of which CUDA's kernel takes neither."""
+    programs = []
+    mesh, passes = {"dp_shard": 1, "tp": 2}, {"cast": {"float8": recipe}}
+    compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes, observe=lambda program, _: programs.append(program))
+    products = [n for p in programs for n in p.calls() if "_scaled_mm" in str(n.target) and p.has_backward]
+    dims = [(*ir.example(n.args[0]).shape[1:], *ir.example(n.args[1]).shape) for n in products]
+    assert dims and all(size % 16 == 0 for sizes in dims for size in sizes)
+    monkeypatch.setattr(contractions, "pad_float8", lambda x, *multiples: x.contiguous())
+    with pytest.raises(ir.CompileError, match="_scaled_mm.* needs inner dim and columns in multiples of 16, not"):
         compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes)
 
 

@@ -106,3 +106,15 @@ def test_entries_by_their_place_in_memory(function, mesh):
 @pytest.mark.sample(2)
 def test_what_is_repeated_lies_in_a_row_and_can_be_viewed(mesh):
     alike(lambda x: x * x[:1].transpose(1, 2).repeat(5, 1, 1).view(30, 7).view(5, 6, 7).transpose(1, 2), mesh)
+
+
+LEARNED = torch.linspace(-1, 1, 24, dtype=torch.float64).view(1, 1, 4, 6)
+
+
+@every_mesh
+@pytest.mark.sample(2)
+def test_attention_broadcasts_its_operands_over_the_batch(mesh):
+    """Check learned queries, the same for all rows, and keys that all rows share."""
+    attend = nn.functional.scaled_dot_product_attention
+    alike(lambda x: attend(LEARNED * 2, x[:, None], x[:, None].exp())[:, 0], mesh)
+    alike(lambda x: attend(x[:, None], LEARNED, LEARNED.cos())[:, 0], mesh)
