@@ -348,7 +348,8 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
         rows[row.name] = replace(row, finish=finish)
         placed_in_finish[row.name] = fitting
     present |= {name: (*present[name], *fitting) for name, fitting in placed_in_finish.items()}
-    if unplaced := without(extra, [step for row in rows.values() if row.trains for step in present[row.name]]):
+    trained = [step for row in rows.values() if row.trains for step in present[row.name]]
+    if pipeline.trains and (unplaced := without(extra, trained)):
         takes, after = " or ".join(map(str, unplaced[0].takes)), ", ".join(unplaced[0].after) or "nothing"
         raise UserError("passes.extra", f"{unplaced[0].name} takes a {takes} program after {after}: there is none")
     return replace(pipeline, rows=tuple(rows.values()), folding=None)

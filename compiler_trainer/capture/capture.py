@@ -27,7 +27,7 @@ from compiler_trainer.capture.layers import mark_layers
 from compiler_trainer.capture.records import read_marks, read_trace, write_marks
 from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, first_line
 from compiler_trainer.indexers import indexers_of_fixed_shapes
 from compiler_trainer.recurrences import recurrences_as_operators
 from compiler_trainer.request import LossFn, Metrics
@@ -166,7 +166,7 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
             "branch that only saves work",
         ) from error
     except Exception as error:
-        raise UserError("model", f"{line(error)}{type(error).__name__}: {_first_line(error)}") from error
+        raise UserError("model", f"{line(error)}{type(error).__name__}: {first_line(error)}") from error
     for spec in exported.graph_signature.input_specs:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
             problem = "is neither a tensor nor a number, the only inputs that a graph can have"
@@ -192,14 +192,9 @@ def _functional(exported: ExportedProgram) -> ExportedProgram:
         with composites_of(exported.graph_module):
             exported = exported.run_decompositions({})
     except RuntimeError as error:
-        raise UserError("model", _first_line(error)) from error
+        raise UserError("model", first_line(error)) from error
     read_marks(exported.graph_module)
     return exported
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def batch_of(exported: ExportedProgram) -> list[torch.fx.Node]:

@@ -39,7 +39,7 @@ from compiler_trainer.checkpoint.pieces import Stateful, state_of
 from compiler_trainer.checkpoint.sender import Sender
 from compiler_trainer.checkpoint.spread import copy_to_next
 from compiler_trainer.checkpoint.staging import Staging
-from compiler_trainer.config.errors import RunError
+from compiler_trainer.config.errors import RunError, one_line
 from compiler_trainer.config.schema import CheckpointConfig
 from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.step.ranks import gather, host_group, is_first_of_machine, rank
@@ -111,7 +111,7 @@ class Saver:
             self.write(path, state)
             return ""
         except Exception as error:
-            failure = f"cannot save {path}: {' '.join(str(error).split())}"
+            failure = f"cannot save {path}: {one_line(error)}"
             if self.leads:
                 shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # it may be what fills the disk
                 self.tell(failure)

@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from compiler_trainer.config import foreign, short_names
 from compiler_trainer.config.cluster import AUTO_CLUSTER
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.files import CONF, check_folder
 from compiler_trainer.config.jobs import TABLES, with_files
 from compiler_trainer.config.options import build, flat, not_one_of, tables, unknown
@@ -171,11 +171,6 @@ def names_in(group: str) -> list[str]:
     members = OmegaConf.select(options, group) if group else options
     short = [name.rpartition(".")[2] for name in short_names.CHOICES if name.rpartition(".")[0] == group]
     return [*map(str, members), *short] if OmegaConf.is_dict(members) else []
-
-
-def one_line(text: str) -> str:
-    """Return a message on a single line."""
-    return " ".join(text.split())
 
 
 # ---- composing -----------------------------------------------------------------------------------------

@@ -21,6 +21,16 @@ def with_line(error: UserError) -> str:
     return f"{STATED[name]}: {error}" if STATED.get(name) else str(error)
 
 
+def one_line(message: object) -> str:
+    """Return a message, or that of an error, on one line."""
+    return " ".join(str(message).split())
+
+
+def first_line(message: object) -> str:
+    """Return the first line of a message, or of that of an error."""
+    return (str(message).strip() or "no message").splitlines()[0]
+
+
 class RunError(Exception):
     """A run that could not finish, on all ranks alike or on this one; the message gives the reason and the fix."""
 

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.options import LARGEST, convert
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -72,7 +72,7 @@ def as_json(text: str, where: str, kind: Any) -> Any:
         convert(kind, value, "")
         return value
     except ValueError as error:
-        raise UserError(where, f"cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(where, f"cannot be read: {one_line(error)}") from error
     except RecursionError as error:
         raise UserError(where, "cannot be read: it is nested too deep") from error
     except UserError as error:
@@ -89,7 +89,7 @@ def ends_of_answers(folder: Path) -> tuple[int, ...]:
         try:  # a model's numbers may be infinite
             token_ids = json.loads(text_of(path)).get("eos_token_id") if path.is_file() else None
         except (ValueError, AttributeError) as error:
-            raise UserError(str(path), f"is not a JSON object: {' '.join(str(error).split())}") from error
+            raise UserError(str(path), f"is not a JSON object: {one_line(error)}") from error
         token_ids = token_ids if isinstance(token_ids, list) else [token_ids]
         if ids := tuple(i for i in token_ids if isinstance(i, int)):
             return ids
@@ -131,7 +131,7 @@ def check_yaml(path: Path) -> None:
         root = yaml.compose(text_of(path), yaml.SafeLoader)
         count = size(root, {}) if root is not None else 0
     except yaml.YAMLError as error:
-        raise UserError(str(path), f"is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(str(path), f"is not valid YAML: {one_line(error)}") from error
     except RecursionError as error:
         raise UserError(str(path), "is nested too deep, or contains itself") from error
     except OverflowError as error:
@@ -148,7 +148,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     try:
         options: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise UserError(str(path), f"cannot be read as a config: {' '.join(str(error).split())}") from error
+        raise UserError(str(path), f"cannot be read as a config: {one_line(error)}") from error
     return options
 
 

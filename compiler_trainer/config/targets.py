@@ -17,7 +17,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 
 RULES = "compiler_trainer.rules"  # the group of entry points
 HANDED: dict[str, Any] = {}  # name -> object of the running `Trainer`
@@ -106,4 +106,4 @@ def refusal(error: Exception, where: str, options: Mapping[str, Any]) -> UserErr
         return UserError(f"{where}._target_", f"{module} has no {name}")
     if module == "__main__":
         hint = f"; {options['_target_']} is defined in a script: resume with that script, or move it into a module"
-    return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")
+    return UserError(f"{where}._target_", f"{type(cause).__name__}: {one_line(cause)}{hint}")

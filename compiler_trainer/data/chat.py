@@ -9,12 +9,10 @@ with all variables that it passes to them.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import jinja2
@@ -25,10 +23,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from numpy.typing import NDArray
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.extras import install
+from compiler_trainer.config.errors import UserError, one_line
+from compiler_trainer.config.extras import library
 from compiler_trainer.data.pictures import ImageOptions, refuse_unread, starts_of, take, with_image_texts
-from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, Message, one_line, text_of
+from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, Message, shorten, text_of
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
 TRIES = 20  # records for which a field is tested for being unused
@@ -84,7 +82,7 @@ class Chats:
         if not any(t.counted.any() for t in tokens):
             raise BadRecord("the chat template does not render the answers")
         notes += [*self.unused(chat, samples), *self.omitted(chat, samples)]
-        return Written(samples, tokens, list(dict.fromkeys(map(one_line, notes))))
+        return Written(samples, tokens, list(dict.fromkeys(map(shorten, notes))))
 
     def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
         """Return the fewest samples in which each answer follows the text that it is generated from."""
@@ -271,14 +269,9 @@ class Generation(Extension):
         return nodes.ScopedEvalContextModifier([], body).set_lineno(line)
 
 
-@functools.cache
 def renderer() -> Any:
-    """Return transformers' function that renders chat templates; raise UserError if transformers is missing."""
-    try:
-        return import_module("transformers.utils.chat_template_utils").render_jinja_template
-    except ImportError as error:
-        problem = f"chat templates need transformers, which is missing ({error})"
-        raise UserError("data.chat", f"{problem}; {install('hf')}") from error
+    """Return transformers' function that renders chat templates."""
+    return library("transformers.utils.chat_template_utils", "data.chat", "a chat template ").render_jinja_template
 
 
 class ChatTemplate:
@@ -333,11 +326,11 @@ class ChatTemplate:
         try:
             (text,), places = renderer()(conversations=[chat.messages[:upto]], **variables)
         except jinja2.TemplateError as error:
-            raise BadRecord(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+            raise BadRecord(f"the chat template refuses it: {one_line(error)}") from error
         except UserError:
             raise
         except Exception as error:  # a template is a program that may raise anything
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
             raise BadRecord(f"the chat template fails on it: {reason}") from error
         rendered = text_of(text, "messages"), [tuple(place) for place in places[0]] if places else []
         return with_image_texts(chat, upto, *rendered)

@@ -21,7 +21,7 @@ from compiler_trainer.config.targets import called
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import tokenized
 from compiler_trainer.data.corpus import Ids, hash_arrays, map_volume
-from compiler_trainer.data.image_rows import ImageRows, image_tokens_of_row, with_images
+from compiler_trainer.data.image_rows import ImageRows, image_tokens_of_row
 from compiler_trainer.data.loader import JoinedRows, Loader, Mixture
 from compiler_trainer.data.packing import (
     RECORDS,
@@ -245,13 +245,12 @@ def build_part(
             )
         )
         documents_before += len(corpus)
-    train, held_out = (
-        [with_images(cfg, tokenizer, half) for half in halves if half is not None]
-        for halves in zip(*(volume[:2] for volume in volume_rows))
-    )
-    joined = [join_volumes(half, name) for half in (train, held_out)]
-    rows = [None if half is None else of_records(half, cfg) for half in joined]
-    return Part(name, tokens, rows[0], rows[1], any(volume.is_cut for volume in volume_rows))
+    halves = [[half for half in volumes if half is not None] for volumes in zip(*(v[:2] for v in volume_rows))]
+    if options is not None:
+        halves = [[ImageRows(v, cfg.images_per_row, image_tokens, options) for v in half] for half in halves]
+    joined = [join_volumes(half, name) for half in halves]
+    train, held_out = (None if half is None else of_records(half, cfg) for half in joined)
+    return Part(name, tokens, train, held_out, any(volume.is_cut for volume in volume_rows))
 
 
 def stream_part(cfg: DataConfig, source: SourceConfig, number: int, tokenizer: Tokenizer, seq_len: int) -> Part:

@@ -8,37 +8,40 @@ from __future__ import annotations
 
 import functools
 import json
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.extras import install
+from compiler_trainer.config.errors import UserError, one_line
+from compiler_trainer.config.extras import library
 
 SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` writes one of them
 
 
-@functools.cache
-def library() -> Any:
-    """Return the `datasets` library; raise UserError if it is missing."""
-    try:
-        return import_module("datasets")
-    except ImportError as error:
-        raise UserError("data", f"hf_dataset needs datasets ({error}); {install('hf')}") from error
+datasets = partial(library, "datasets", "data", "hf_dataset ")
 
 
 @functools.cache
 def load_split(name: str) -> Any:
     """Load the split of a name, which is JSON of path, configuration name and split."""
     path, configuration, split = json.loads(name)
-    try:
+    with errors_of(path):
         if is_saved(path):
-            return with_files(select_split(library().load_from_disk(path), split))
-        return with_files(library().load_dataset(path, configuration, split=split))
+            return with_files(select_split(datasets().load_from_disk(path), split))
+        return with_files(datasets().load_dataset(path, configuration, split=split))
+
+
+@contextmanager
+def errors_of(path: str) -> Iterator[None]:
+    """Raise any error as a UserError: the library raises whatever its readers raise."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:  # the library raises whatever its readers raise
-        raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        raise UserError("data.path", f"{path} cannot be loaded: {one_line(error)}") from error
 
 
 def with_files(dataset: Any) -> Any:
@@ -51,7 +54,7 @@ def with_files(dataset: Any) -> Any:
 
 def of_files(feature: Any) -> Any:
     """Return the type of a column in which images are files."""
-    kinds = library()
+    kinds = datasets()
     if isinstance(feature, kinds.Image):
         return kinds.Image(mode=feature.mode, decode=False)
     if isinstance(feature, kinds.List):
@@ -74,7 +77,7 @@ def select_split(dataset: Any, split: str) -> Any:
         raise UserError(
             "data.split", f"is {split}; for a folder of save_to_disk give a single part, such as '{name}[:10%]'"
         )
-    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({name: len(dataset)})
+    (absolute,) = datasets().ReadInstruction.from_spec(split).to_absolute({name: len(dataset)})
     return dataset.select(range(absolute.from_, absolute.to))
 
 
@@ -89,12 +92,8 @@ def load_stream(name: str) -> Any:
     path, configuration, split = json.loads(name)
     if "[" in split or "+" in split:
         raise UserError("data.split", f"is {split}, and a stream has whole splits only; name one, such as train")
-    try:
-        return with_files(library().load_dataset(path, configuration, split=split, streaming=True))
-    except UserError:
-        raise
-    except Exception as error:  # the library raises whatever its readers raise
-        raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+    with errors_of(path):
+        return with_files(datasets().load_dataset(path, configuration, split=split, streaming=True))
 
 
 def load_shard(name: str, number: int) -> Any:

@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.corpus import Ids, hash_arrays
-from compiler_trainer.data.packing import PackedRows, Rows
-from compiler_trainer.data.pictures import ImageOptions, image_options
-from compiler_trainer.data.tokenizers import Tokenizer
+from compiler_trainer.data.packing import OfRows, PackedRows
+from compiler_trainer.data.pictures import ImageOptions
 from compiler_trainer.models.processor import Processor
 
 
-class ImageRows(Rows):
+class ImageRows(OfRows):
     """Rows whose batches have the arrays that the model's processor makes of images, by row.
 
     Images of a row are in the order of its tokens, and at most `images`. Rows with fewer end with ones, which no token
@@ -25,18 +24,11 @@ class ImageRows(Rows):
 
     def __init__(self, rows: PackedRows, images: int, image_tokens: int, options: ImageOptions):
         assert rows.corpus.images is not None
-        self.rows, self.images, self.options, self.files = rows, images, options, rows.corpus.images
-        self.seq_len, self.image_tokens = rows.seq_len, image_tokens
+        super().__init__(rows)
+        self.images, self.image_tokens, self.options, self.files = images, image_tokens, options, rows.corpus.images
         settings = np.frombuffer(repr((images, options.size, *[image_tokens] * (image_tokens > 0))).encode(), np.uint8)
         fingerprint = hash_arrays(np.frombuffer(rows.facts.fingerprint.encode(), np.uint8), settings)
         self.facts = rows.facts._replace(fingerprint=fingerprint)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def token_counts(self, rows: Ids) -> Ids:
-        """Return the number of tokens of each row that belong to documents."""
-        return self.rows.token_counts(rows)
 
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
@@ -77,11 +69,3 @@ def image_tokens_of_row(cfg: DataConfig, processor: Processor) -> int:
         problem = "is null, and images have any sizes; set it to the image tokens of a sequence"
         raise UserError("data.image_tokens_per_row", f"{problem}, at most train.seq_len, or set data.image_size=[H,W]")
     return tokens or cfg.images_per_row * processor.blank.text.count(processor.token)
-
-
-def with_images(cfg: DataConfig, tokenizer: Tokenizer, rows: PackedRows) -> PackedRows | ImageRows:
-    """Return rows with their images, if a config has any."""
-    options = image_options(cfg, tokenizer)
-    if options is None:
-        return rows
-    return ImageRows(rows, cfg.images_per_row, image_tokens_of_row(cfg, options.processor), options)

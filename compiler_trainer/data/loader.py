@@ -142,7 +142,30 @@ class Loader:
 # ---- parts together ------------------------------------------------------------------------------------
 
 
-class JoinedRows(Rows):
+class RowsOfParts(Rows):
+    """Rows of which each is in one of several parts; all parts have the same entries."""
+
+    def by_part(self, rows: Ids) -> Iterator[tuple[Rows, NDArray[np.bool_], Ids]]:
+        """Yield each part that has some of the rows, bool[rows] of those, and their numbers in it."""
+        raise NotImplementedError
+
+    def token_counts(self, rows: Ids) -> Ids:
+        """Return the number of tokens of each row that belong to documents."""
+        counts = np.empty_like(rows)
+        for part, mine, numbers in self.by_part(rows):
+            counts[mine] = part.token_counts(numbers)
+        return counts
+
+    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
+        """Return the entries of some rows."""
+        result: dict[str, NDArray[Any]] = {}
+        for part, mine, numbers in self.by_part(rows):
+            for name, array in part.batch(numbers).items():
+                result.setdefault(name, np.empty((len(rows), *array.shape[1:]), array.dtype))[mine] = array
+        return result
+
+
+class JoinedRows(RowsOfParts):
     """The rows of `parts`, numbered one part after another."""
 
     def __init__(self, parts: Sequence[Rows]):
@@ -167,22 +190,7 @@ class JoinedRows(Rows):
         """Return the fingerprint of all parts from their fingerprints."""
         return hash_arrays(np.frombuffer("+".join(prints).encode(), np.uint8))
 
-    def token_counts(self, rows: Ids) -> Ids:
-        """Return the number of tokens of each row that belong to documents."""
-        counts = np.empty_like(rows)
-        for part, mine, numbers in self._by_part(rows):
-            counts[mine] = part.token_counts(numbers)
-        return counts
-
-    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
-        """Return the entries of rows of any parts; all parts have the same entries."""
-        result: dict[str, NDArray[Any]] = {}
-        for part, mine, numbers in self._by_part(rows):
-            for name, array in part.batch(numbers).items():
-                result.setdefault(name, np.empty((len(rows), *array.shape[1:]), array.dtype))[mine] = array
-        return result
-
-    def _by_part(self, rows: Ids) -> Iterator[tuple[Rows, NDArray[np.bool_], Ids]]:
+    def by_part(self, rows: Ids) -> Iterator[tuple[Rows, NDArray[np.bool_], Ids]]:
         """Yield each part that has some of the rows, bool[rows] of those, and their numbers in it."""
         owners = np.searchsorted(self.firsts, rows, side="right") - 1
         for owner in np.unique(owners):

@@ -75,6 +75,20 @@ class Rows(Protocol):
         return self.facts.cut_documents / self.facts.documents
 
 
+class OfRows(Rows):
+    """Rows made of other rows, one of each."""
+
+    def __init__(self, rows: Rows):
+        self.rows, self.seq_len, self.facts = rows, rows.seq_len, rows.facts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def token_counts(self, rows: Ids) -> Ids:
+        """Return the number of tokens of each row that belong to documents."""
+        return self.rows.token_counts(rows)
+
+
 class PackedRows(Rows):
     """Rows of `seq_len` tokens of a corpus, as a layout arranges them; no token is an input of two rows.
 
@@ -469,7 +483,7 @@ def split_records(
     return corpus, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
-class PairRows(Rows):
+class PairRows(OfRows):
     """Rows of one pair, triplet or answer each. An entry `pairs`, int64 [rows], is 1, or 0 for rows that fill a batch.
 
     `records` is their name in the plural. If pairs have margins, these are the entry `margins`, fp32 [rows]; an
@@ -482,16 +496,9 @@ class PairRows(Rows):
     reference: NDArray[np.float32] | None = None
 
     def __init__(self, rows: Rows, records: str):
-        self.rows, self.records, self.documents = rows, RECORDS[records], TOGETHER[records]
+        super().__init__(rows)
+        self.records, self.documents = RECORDS[records], TOGETHER[records]
         self.names = ANSWER_REFERENCE if self.documents == 1 else REFERENCE
-        self.seq_len, self.facts = rows.seq_len, rows.facts
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def token_counts(self, rows: Ids) -> Ids:
-        """Return the number of tokens of each row that belong to documents."""
-        return self.rows.token_counts(rows)
 
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
@@ -533,18 +540,8 @@ def of_records(rows: Rows, cfg: DataConfig) -> Rows:
 # ---- classes -------------------------------------------------------------------------------------------
 
 
-class ClassRows(Rows):
+class ClassRows(OfRows):
     """Rows of texts whose last token has the number of the text's class as its label."""
-
-    def __init__(self, rows: Rows):
-        self.rows, self.seq_len, self.facts = rows, rows.seq_len, rows.facts
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def token_counts(self, rows: Ids) -> Ids:
-        """Return the number of tokens of each row that belong to documents."""
-        return self.rows.token_counts(rows)
 
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.records import IMAGES, BadRecord, Conversation, Message, one_line
+from compiler_trainer.data.records import IMAGES, BadRecord, Conversation, Message, shorten
 from compiler_trainer.data.tokenizers import Tokenizer
 from compiler_trainer.places.store import Place, split_url
 
@@ -78,7 +78,7 @@ def content_of(image: str | bytes) -> bytes:
     except UserError as error:
         raise BadRecord(f"image {image} cannot be read: {error.message}") from error
     except OSError as error:
-        raise BadRecord(f"image {image} cannot be read: {error.strerror or one_line(str(error))}") from error
+        raise BadRecord(f"image {image} cannot be read: {error.strerror or shorten(str(error))}") from error
 
 
 class ImageFile(NamedTuple):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import csv
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, first_line
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.data import ids
 from compiler_trainer.data.formats import columns_of, from_json, from_object, from_table_row, parse
@@ -85,17 +85,8 @@ def read_text(span: Span, options: ReadOptions) -> Records:
     content = map_file(options.local_path(span.path))
     start, end = (next_cut(content, at, options.tokenizer.encode) if at else 0 for at in (span.start, span.end))
     if start < end or not content:
-        yield Record(lambda: span.path, partial(text_between, span.path, content, start, end))
-
-
-def text_between(path: str, content: bytes | mmap.mmap, start: int, end: int) -> Document:
-    """Return the text between two bytes of a file, as a document or as a part of one, which cannot be skipped."""
-    try:
-        return Document(decode(content[start:end], start), begins=start == 0, ends=end == len(content))
-    except BadRecord as error:
-        if end - start == len(content):
-            raise
-        raise UserError(path, str(error)) from error
+        text = content[start:end]
+        yield Record(lambda: span.path, partial(part_of_text, span.path, text, start, end == len(content)))
 
 
 def as_document(content: bytes, offset: int) -> Document:
@@ -187,7 +178,7 @@ def unpacked(span: Span, options: ReadOptions) -> Iterator[Any]:
         with pa.input_stream(options.file(span.path), compression=compression) as stream:
             yield stream
     except OSError as error:
-        raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
+        raise UserError(span.path, f"cannot be read: {first_line(error)}") from error
 
 
 def read_packed(span: Span, options: ReadOptions) -> Records:
@@ -252,7 +243,7 @@ def read_table(span: Span, options: ReadOptions) -> Records:
                 yield from rows_of(batch, span.path, row, options.fields, names)
                 row += len(batch)
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise UserError(span.path, f"is not readable parquet: {one_line(error)}") from error
+        raise UserError(span.path, f"is not readable parquet: {first_line(error)}") from error
 
 
 def rows_of(batch: pa.RecordBatch, path: str, first: int, fields: Fields, names: list[str]) -> Records:
@@ -282,7 +273,7 @@ def read_csv(span: Span, options: ReadOptions) -> Records:
                 yield from rows_of(batch, span.path, row, options.fields, schema.names)
                 row += len(batch)
     except pa.ArrowInvalid as error:
-        raise UserError(span.path, f"is not readable CSV: {one_line(error)}") from error
+        raise UserError(span.path, f"is not readable CSV: {first_line(error)}") from error
 
 
 def check_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
@@ -346,16 +337,25 @@ def batches_of(path: str) -> list[pa.RecordBatch]:
     try:
         return list(pa.ipc.open_stream(content))
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(path, f"is not readable Arrow: {one_line(error)}") from error
+        raise UserError(path, f"is not readable Arrow: {first_line(error)}") from error
+
+
+DATASET_ROWS = 1000
 
 
 def read_dataset(span: Span, options: ReadOptions) -> Records:
     """Yield one document per row of a dataset."""
-    names = load_split(span.path).column_names
-    for number, row in read_rows(span.path, span.start, span.end, options.fields):
-        yield Record(
-            partial("{}: row {}".format, span.path, number), partial(from_table_row, row, options.fields, names)
-        )
+    dataset = load_split(span.path)
+    names = dataset.column_names
+    columns = columns_in(names, "data.path", options.fields)
+    if absent := set(columns) - set(names):
+        raise UserError("data.path", f'has no column "{min(absent)}"; there are {", ".join(names)}')
+    dataset = dataset.select_columns(columns)
+    for first in range(span.start, span.end, DATASET_ROWS):
+        part = dataset[first : min(first + DATASET_ROWS, span.end)]
+        for number, values in enumerate(zip(*(part[name] for name in columns)), first):
+            where = partial("{}: row {}".format, span.path, number)
+            yield Record(where, partial(from_table_row, dict(zip(columns, values)), options.fields, names))
 
 
 def read_shard(span: Span, options: ReadOptions) -> Records:
@@ -388,11 +388,6 @@ def read_synthetic(span: Span, options: ReadOptions) -> Records:
     """Yield the walks of a seed."""
     for walk in walks(int(span.path), span.start, span.end):
         yield Record(lambda: "data.documents", partial(Document, walk))
-
-
-def one_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).partition("\n")[0]
 
 
 TEXT_TYPES = (
@@ -443,21 +438,3 @@ def walk(successors: list[list[int]], rng: np.random.Generator) -> str:
         letters.append(ALPHABET[state])
         state = successors[state][choice]
     return "".join(letters)
-
-
-# ---- rows of a dataset ----------------------------------------------------------------------------------
-
-
-DATASET_ROWS = 1000
-
-
-def read_rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row) from `start` to before `end`; raise UserError if a column is missing."""
-    dataset = load_split(name)
-    columns = columns_in(dataset.column_names, "data.path", fields)
-    if absent := set(columns) - set(dataset.column_names):
-        raise UserError("data.path", f'has no column "{min(absent)}"; there are {", ".join(dataset.column_names)}')
-    dataset = dataset.select_columns(columns)
-    for first in range(start, end, DATASET_ROWS):
-        part = dataset[first : min(first + DATASET_ROWS, end)]
-        yield from enumerate((dict(zip(columns, row)) for row in zip(*(part[name] for name in columns))), first)

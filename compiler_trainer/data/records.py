@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler_trainer.config.errors import one_line
+
 BYTE_ORDER_MARK = "\ufeff"
 Message = dict[str, Any]
 Ids = NDArray[np.integer]
@@ -103,19 +105,19 @@ class Document(NamedTuple):
     def notes(self) -> list[str]:
         """The lines that name the format and the unused fields, if there are any."""
         notes = [f"read as {self.form}"] if self.form else []
-        return [*notes, one_line(f"fields not used: {', '.join(self.unused)}")] if self.unused else notes
+        return [*notes, shorten(f"fields not used: {', '.join(self.unused)}")] if self.unused else notes
 
 
 class BadRecord(Exception):
     """The reason why a record has no document, in one line of bounded length."""
 
     def __init__(self, reason: str):
-        super().__init__(one_line(reason))
+        super().__init__(shorten(reason))
 
 
-def one_line(text: str, limit: int = 400) -> str:
+def shorten(text: str, limit: int = 400) -> str:
     """Return a text on one line, with its middle cut out if it is longer than `limit` characters."""
-    line = " ".join(text.split())
+    line = one_line(text)
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
 
 

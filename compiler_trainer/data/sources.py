@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, first_line
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import SourceConfig
 from compiler_trainer.data.hub_rows import is_saved, load_split, load_stream
 from compiler_trainer.data.ids import find_index, map_ids, read_index
-from compiler_trainer.data.readers import Span, batches_of, one_line
+from compiler_trainer.data.readers import Span, batches_of
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
 from compiler_trainer.places.store import Place, exists
@@ -169,7 +169,7 @@ def row_group_spans(path: str) -> list[Span]:
         with Place(path).open() if is_remote(path) else open(path, "rb") as file:
             metadata = pq.read_metadata(file)
     except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(path, f"is not readable parquet: {one_line(error)}") from error
+        raise UserError(path, f"is not readable parquet: {first_line(error)}") from error
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return [Span("table", path, i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
 

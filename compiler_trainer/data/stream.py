@@ -22,7 +22,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.console import say
 from compiler_trainer.data.corpus import Corpus, Ids, Summary, map_volume
-from compiler_trainer.data.loader import Loader, LoaderState
+from compiler_trainer.data.loader import Loader, LoaderState, RowsOfParts
 from compiler_trainer.data.packing import Facts, Rows, of_records, pack, permutation
 from compiler_trainer.data.sources import stream_of
 from compiler_trainer.data.tokenizers import Tokenizer
@@ -61,7 +61,7 @@ class Window(NamedTuple):
     summary: Summary
 
 
-class StreamRows(Rows):
+class StreamRows(RowsOfParts):
     """The rows of source number `part`; `facts` has only the fingerprint.
 
     Each rank that asks for a row opens its window. One rank of a machine has the next window made meanwhile.
@@ -191,27 +191,13 @@ class StreamRows(Rows):
         rows = of_records(pack(corpus, documents, self.seq_len, self.cfg.packs), self.cfg)
         return rows, permutation(len(rows), [self.cfg.seed, self.part, number], None)
 
-    def token_counts(self, rows: Ids) -> Ids:
-        """Return the number of tokens of each row that belong to documents."""
-        counts = np.empty_like(rows)
-        for window, mine in self.by_window(rows):
-            counts[mine] = window.rows.token_counts(window.order[rows[mine] - window.start.row])
-        return counts
-
-    def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
-        """Return the entries of some rows."""
-        result: dict[str, NDArray[Any]] = {}
-        for window, mine in self.by_window(rows):
-            for name, array in window.rows.batch(window.order[rows[mine] - window.start.row]).items():
-                result.setdefault(name, np.empty((len(rows), *array.shape[1:]), array.dtype))[mine] = array
-        return result
-
-    def by_window(self, rows: Ids) -> Iterator[tuple[Window, NDArray[np.bool_]]]:
-        """Yield the windows of some rows in order, each with bool[rows] of its own."""
+    def by_part(self, rows: Ids) -> Iterator[tuple[Rows, NDArray[np.bool_], Ids]]:
+        """Yield the windows of some rows in order, bool[rows] of each, and their numbers in it."""
         row = int(rows.min())
         while True:
             window = self.window(row)
-            yield window, (rows >= window.start.row) & (rows < window.following.row)
+            mine = (rows >= window.start.row) & (rows < window.following.row)
+            yield window.rows, mine, window.order[rows[mine] - window.start.row]
             later = rows[rows >= window.following.row]
             if not len(later):
                 return

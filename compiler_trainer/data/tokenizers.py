@@ -9,7 +9,6 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from itertools import islice
 from mmap import mmap
 from pathlib import Path
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.extras import install
+from compiler_trainer.config.errors import UserError, first_line
+from compiler_trainer.config.extras import library
 from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.places.cache import cache_of
@@ -144,7 +143,7 @@ class FileTokenizer:
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(self.path, f"cannot tokenize: {one_line(error)}") from error
+            raise UserError(self.path, f"cannot tokenize: {first_line(error)}") from error
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
@@ -152,7 +151,7 @@ class FileTokenizer:
         try:
             encoding: Encoding = self.backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(self.path, f"cannot tokenize: {one_line(error)}") from error
+            raise UserError(self.path, f"cannot tokenize: {first_line(error)}") from error
         return np.asarray(encoding.ids, np.uint32), encoding.offsets
 
     def decode(self, ids: list[int]) -> str:
@@ -174,11 +173,6 @@ def restore(values: list[Any]) -> Tokenizer:
         return ByteTokenizer()
     path, backend, settings = values
     return FileTokenizer(path, Backend.from_str(backend), Settings(*settings))
-
-
-def one_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).partition("\n")[0]
 
 
 def tokenizer_of(cfg: DataConfig) -> Tokenizer:
@@ -230,7 +224,7 @@ def read_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
     try:
         backend = Backend.from_buffer(Path(path).read_bytes())
     except Exception as error:  # the library raises bare Exception
-        raise UserError(path, f"is not a tokenizer.json: {one_line(error)}") from error
+        raise UserError(path, f"is not a tokenizer.json: {first_line(error)}") from error
     opening, ending = surrounding_ids(backend)
     end = (
         token_id(eos_token, backend)
@@ -284,16 +278,6 @@ def drop_closing(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
 # ---- the tokenizer of a folder --------------------------------------------------------------------------------------
 
 
-@functools.cache
-def library() -> Any:
-    """Return the transformers library; raise UserError if it is missing."""
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        problem = f"its folder is read by transformers, which is missing ({error})"
-        raise UserError("data.tokenizer", f"{problem}; {install('hf')}") from error
-
-
 def read_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
     """Return the backend and settings of a folder, as transformers' AutoTokenizer reads it; raise UserError."""
     loaded = load_by_transformers(path)
@@ -320,11 +304,12 @@ def load_by_transformers(path: str) -> Any:
     """Return a folder's tokenizer as transformers' AutoTokenizer loads it; raise UserError."""
     folder = str(Path(path).parent)
     try:
-        loaded = library().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        transformers = library("transformers", "data.tokenizer", "its folder ")
+        loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except UserError:
         raise
     except Exception as error:  # the library raises whatever its readers raise
-        raise UserError(path, f"transformers cannot load the tokenizer of its folder: {one_line(error)}") from error
+        raise UserError(path, f"transformers cannot load the tokenizer of its folder: {first_line(error)}") from error
     if not hasattr(loaded, "backend_tokenizer"):
         fix = "only tokenizers of the tokenizers library are supported; convert it to one"
         raise UserError(path, f"transformers loads it as {type(loaded).__name__}, which is written in Python; {fix}")

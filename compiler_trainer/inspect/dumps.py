@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor, fx
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.files import json_of, load_yaml, text_of
 from compiler_trainer.config.options import Must, convert
 from compiler_trainer.config.schema import Steps
@@ -243,7 +243,7 @@ class Stage:
     def damaged(self, error: Unreadable) -> UserError:
         """Return the error for a program that cannot be read."""
         return UserError(
-            str(self.dump), f"is not in the format that a run writes: {' '.join(str(error).split())[:200]}"
+            str(self.dump), f"is not in the format that a run writes: {one_line(error)[:200]}"
         )
 
     @property

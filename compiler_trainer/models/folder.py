@@ -5,7 +5,6 @@ With another head than the one for next tokens, the module is that of a sequence
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import warnings
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.extras import install
+from compiler_trainer.config import extras
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.options import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.documents import RESTARTING, inputs_of
@@ -60,10 +59,7 @@ def library(name: str = "transformers") -> Any:
     """Return the module of that name; raise UserError if it is not installed."""
     for chatty in ("torchao", "torch.utils._pytree"):  # of kernels for other machines, and of torchao's types
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError("model", f"needs {name} here ({error}); {install('hf')}") from error
+    return extras.library(name, "model")
 
 
 def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
@@ -77,7 +73,7 @@ def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
     except Exception as error:  # any kind: the file is at fault
-        raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
+        raise UserError(f"{cfg.path}/config.json", one_line(error)) from error
     if sees and type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         problem = f"{cfg.path} is a {config.model_type}, and transformers has no vision-language model of that type"
         raise UserError("data.images_per_row", f"{problem}; leave it at 0 to train on text")
@@ -114,7 +110,7 @@ def build_module(cfg: FolderConfig, labels: tuple[str, ...] = (), sees: bool = F
         kind = SEEING if sees else CLASSES[cfg.head]
         module = getattr(transformers, kind).from_config(config, dtype=torch.float32)
     except Exception as error:  # any kind: the file is at fault
-        problem = f"describes a model that cannot be built: {' '.join(str(error).split())}"
+        problem = f"describes a model that cannot be built: {one_line(error)}"
         raise UserError(f"{cfg.path}/config.json", problem) from error
     if cfg.head == "score" and not hasattr(module, SCORE):
         problem = f"is of a {config.model_type}, whose sequence classification has no layer {SCORE!r}"
@@ -134,7 +130,7 @@ def add_further(cfg: FolderConfig, module: Any) -> None:
         add_further_layers(module)
     except Exception as error:  # any kind: transformers cannot build them
         problem = f"transformers cannot build the layers of multi-token prediction of a {name}"
-        raise UserError("model.mtp", f"{problem} ({' '.join(str(error).split())}); set it to null") from error
+        raise UserError("model.mtp", f"{problem} ({one_line(error)}); set it to null") from error
 
 
 def set_labels(cfg: FolderConfig, config: Any, labels: tuple[str, ...]) -> None:
@@ -172,7 +168,7 @@ def adapted(module: nn.Module, lora: LoraConfig, task: str = TASKS["lm"]) -> nn.
             problem = "peft has neither dropout nor DoRA for the terms of experts and routers, which it adapts here"
             fix = "set model.lora.dropout=0 and model.lora.dora=false, or model.lora.targets to layers of attention"
             raise UserError("model.lora", f"{problem}; {fix}") from error
-        raise UserError("model.lora.targets", " ".join(str(error).split())) from error
+        raise UserError("model.lora.targets", one_line(error)) from error
 
 
 def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor], **options: bool) -> Any:

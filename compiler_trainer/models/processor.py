@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.grids import TABLE, TYPES, fill_table
 
@@ -49,7 +49,7 @@ class Processor:
         try:
             self.load(path)
         except Exception as error:  # any kind: the folder is at fault, or a library is missing
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise UserError("data.images_per_row", f"{path} has no processor of images: {reason}") from error
         self.size = size
         content, (height, width) = io.BytesIO(), size or (BLANK, BLANK)
@@ -93,7 +93,7 @@ class Processor:
             image = self.pillow.open(io.BytesIO(content))
             image = library("PIL.ImageOps").exif_transpose(image).convert("RGB")
         except Exception as error:  # of any kind, by format
-            raise ValueError(f"is not a readable image: {' '.join(str(error).split())}") from error
+            raise ValueError(f"is not a readable image: {one_line(error)}") from error
         return image.resize((self.size[1], self.size[0]), self.pillow.Resampling.BICUBIC) if self.size else image
 
     def inputs(self, text: str, contents: Sequence[bytes]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.schema import EIGHT_BITS, Config, FolderConfig, GrpoConfig, MeshConfig
 from compiler_trainer.data.image_rows import image_tokens_of_row
 from compiler_trainer.models.folder import plain
@@ -51,7 +51,7 @@ def check(cfg: Config) -> Outcome:
     try:
         draws_random = compare.draws(subject)
     except Exception as error:
-        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"{type(error).__name__}: {one_line(error)}"
         raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({message})") from error
     return compare_random(subject, settings) if draws_random else compare.compare(subject, settings)
 

@@ -10,18 +10,16 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from rich.filesize import decimal
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.extras import install
+from compiler_trainer.config.errors import UserError, one_line
+from compiler_trainer.config.extras import library
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, folder_name, shrink, writable
 from compiler_trainer.places.folders import files_in, load_folder, make_folder
-from compiler_trainer.places.store import Entry, Place, matching_files, one_line, split_url
+from compiler_trainer.places.store import Entry, Place, matching_files, split_url
 
 LARGE = 2**28  # bytes; larger copies are announced
 HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # organization/name, with an optional revision
@@ -97,9 +95,12 @@ def name_on_hub(name: str) -> str | None:
     return name.partition("@")[0] if is_name else None
 
 
+hub_library = partial(library, "huggingface_hub", "huggingface_hub", "a model of the hub ")
+
+
 def hub_folder(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable[[Path], bool]) -> Path:
     """Return a snapshot of a model on the hub, from the hub's cache if complete; raise UserError."""
-    hub = library()
+    hub = hub_library()
     repository, _, revision = name.partition("@")
     request = dict(repo_id=repository, revision=revision or None, allow_patterns=list(patterns))
     with suppress(Exception):  # any error means that the cache lacks it
@@ -117,11 +118,3 @@ def hub_folder(option: str, name: str, patterns: tuple[str, ...], is_whole: Call
         raise UserError(option, f"{problem}; download it with a network, if it has files like {', '.join(patterns)}")
     print(f"{name} was downloaded to {snapshot}", flush=True)
     return snapshot
-
-
-def library() -> Any:
-    """Return huggingface_hub; raise UserError if it is missing."""
-    try:
-        return import_module("huggingface_hub")
-    except ImportError as error:
-        raise UserError("huggingface_hub", f"is needed for models of the hub ({error}); {install('hf')}") from error

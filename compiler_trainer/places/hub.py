@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.places.copies import library
-from compiler_trainer.places.store import Unreachable, one_line
+from compiler_trainer.config.errors import UserError, one_line
+from compiler_trainer.places.copies import hub_library
+from compiler_trainer.places.store import Unreachable
 
 PREFIX = "hub:"
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -37,7 +37,7 @@ class Repository:
         self.url, self.name = url, url.removeprefix(PREFIX)
         if not NAME.fullmatch(self.name):
             raise UserError(url, "is not a name of the hub; write hub:ORG/NAME, where ORG is an organization or a user")
-        hub = library()
+        hub = hub_library()
         with hub_errors(url):
             if not hub.get_token():
                 raise UserError(url, f"cannot be written without a token; {TOKEN}")
@@ -76,5 +76,5 @@ def hub_errors(url: str) -> Iterator[None]:
 
 def card_of(metadata: dict[str, Any], text: str) -> str:
     """Return a model card: metadata for the hub's search, and a text."""
-    data = library().ModelCardData(**metadata)
+    data = hub_library().ModelCardData(**metadata)
     return f"---\n{data.to_yaml()}\n---\n\n{text}"

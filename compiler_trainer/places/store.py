@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from compiler_trainer.config.earlier import tell
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.files import is_remote
 
 LIBRARIES = {
@@ -75,11 +75,6 @@ def store_errors(url: str) -> Iterator[None]:
         raise UserError(url, "is not there; check its name and the permissions of the account") from error
     except Exception as error:  # each library has its own errors
         raise Unreachable(url, f"cannot be reached: {type(error).__name__}: {one_line(error)}") from error
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())
 
 
 class Place:

@@ -242,16 +242,17 @@ def kept_bytes(rank: Rank, candidate: Candidate, policy: str) -> float:
 # ---- costs of a rank -----------------------------------------------------------------------------------
 
 MASTER = {"float32": 4, "bfloat16": 2}
-MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5, "adamwfp8": 0.5, "muon": 1.0}  # of the bytes of an entry
+MOMENTS = {"adamw": 2, "muon": 1}
+CODES = {"adamw8bit": 2, "adamwfp8": 2}  # bytes of an entry's quantized moments, whatever its dtype
 LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once
 ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
 
-def moments_of(optim: OptimConfig) -> float:
-    """Return the number of moments an entry of an optimizer; 8-bit moments count as their share of the bytes."""
+def moments_of(optim: OptimConfig) -> int:
+    """Return the number of moments of an entry, in an optimizer that does not quantize them."""
     if optim.name == "custom":
         return len(build_optimizer(optim, None).moments)
-    return MOMENTS.get(optim.name, float(optim.momentum > 0))
+    return MOMENTS.get(optim.name, int(optim.momentum > 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -467,10 +468,10 @@ class Rank:
         }
 
     @cached_property
-    def moment_bytes(self) -> float:
+    def moment_bytes(self) -> int:
         """Bytes of the moments of an entry, without the scales of 8-bit moments."""
         optim = self.cfg.optim
-        return moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
+        return CODES.get(optim.name) or moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
 
     @cached_property
     def average_bytes(self) -> int:

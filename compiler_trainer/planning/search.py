@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from compiler_trainer.config.device import cluster_of, usable_gib
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
@@ -271,7 +271,7 @@ def compile_one(jobs: Sequence[PlanRequest], candidate: Candidate) -> Outcome:
     try:
         return compiled.estimate(jobs[0].cfg, candidate, [request.cfg.cluster for request in jobs])
     except (UserError, CompileError) as error:
-        return " ".join(str(error).split())
+        return one_line(error)
 
 
 @contextmanager

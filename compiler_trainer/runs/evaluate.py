@@ -40,7 +40,7 @@ def evaluate(cfg: Config, other: bool) -> str:
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_labels(datasets)
-    refer(cfg, datasets, keep=False)
+    refer(cfg, datasets)
     loader = datasets.eval or datasets.train
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)

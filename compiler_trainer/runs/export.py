@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
-from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.errors import RunError, UserError, one_line
 from compiler_trainer.config.files import ends_of_answers
 from compiler_trainer.config.schema import Config, EmbedConfig, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
@@ -270,7 +270,7 @@ def stop_at_turns(out: Path) -> str:
     try:
         end = end_of_turn(out)
     except Exception as error:  # the folder's tokenizer may raise anything
-        message = " ".join(str(error).split())
+        message = one_line(error)
         return (
             f"; transformers does not write chats with its tokenizer ({message}): generation stops at {stops} as before"
         )

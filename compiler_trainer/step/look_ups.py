@@ -1,7 +1,7 @@
 """Refuse look-ups in tables that are too short for a batch, before anything runs.
 
-tokens below 32,000, embedding of 16,000 rows              refused: give the model as many positions up to 4,095,
-learned positions of 2,048 rows     refused: shorter sequences, or more positions
+    tokens below 32,000, embedding of 16,000 rows              refused: give the model as many
+    positions up to 4,095, learned positions of 2,048 rows     refused: shorter sequences, or more positions
 """
 
 from __future__ import annotations

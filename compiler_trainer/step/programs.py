@@ -93,7 +93,8 @@ def compile_exported(
         result = StepPrograms(run_rows(request, pipeline, exported, report, observer, tell, brief), report)
     finally:
         observer.release()
-    refuse_without_effect(request, effects_of(report.passes))
+    if request.train:  # an evaluation of a trained run takes its options as they are
+        refuse_without_effect(request, effects_of(report.passes))
     return result
 
 

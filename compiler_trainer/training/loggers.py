@@ -24,7 +24,7 @@ from typing import Any, Protocol, TextIO
 
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.errors import RunError, UserError, one_line
 from compiler_trainer.config.files import write_atomically
 from compiler_trainer.config.options import flat, tables
 from compiler_trainer.config.schema import Config
@@ -277,7 +277,7 @@ class RetryingLogger:
             self.logger.start(cfg, done)
         except Exception as error:
             problem = (
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; fix it, or remove it from run.loggers"
+                f"{type(error).__name__}: {one_line(error)[:300]}; fix it, or remove it from run.loggers"
             )
             raise RunError(f"run.loggers: {type(self.logger).__name__} cannot start: {problem}") from error
 
@@ -295,7 +295,7 @@ class RetryingLogger:
                 self.logger.log(self.pending[0])
                 del self.pending[0]
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self.failure = f"{type(error).__name__}: {one_line(error)}"
             self.next = time.monotonic() + AGAIN_S
         name = type(self.logger).__name__
         if self.failure and not previous:

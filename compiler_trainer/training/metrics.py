@@ -100,7 +100,7 @@ class Steps(ABC):
         try:
             self.begin(after)
         except UserError as error:
-            say(f"{error}: it contains twice the steps after {after} twice")
+            say(f"{error}: it contains the steps after {after} twice")
 
     def close(self, failed: bool) -> None:
         """Write the remaining content."""

@@ -24,7 +24,7 @@ from compiler_trainer import BEGAN
 from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.options import steps_of
 from compiler_trainer.config.schema import (
     Config,
@@ -207,7 +207,7 @@ def find_difference(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str,
     except UserError:
         return "", ""
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        reason = f"{type(error).__name__}: {one_line(error)[:120]}"
         return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({reason})"
 
 

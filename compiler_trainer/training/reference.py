@@ -34,22 +34,23 @@ FILE = "reference.npz"
 Values = NDArray[np.float32]  # [pairs, answers of a pair]
 
 
-def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
+def refer(cfg: Config, datasets: Datasets) -> Callable[[], None]:
     """Set the reference log-probabilities of preference pairs if the loss needs them; every rank must call this.
 
-    With `keep`, new ones are stored in the run folder.
+    Return a function that stores new ones in the run folder.
     """
     if not cfg.reference_entries:
-        return
+        return lambda: None
     parts, path, key = list(datasets.pairs()), Path(cfg.run.dir, FILE), reference_key(cfg)
     values_by_pairs = from_rank_0(partial(read, path, key))
+    store: Callable[[], None] = lambda: None  # noqa: E731
     if any(part.fingerprint not in values_by_pairs for part in parts):
         announce("computing the log-probabilities of the reference, the weights that training starts from")
         values_by_pairs |= {part.fingerprint: values for part, values in compute(cfg, datasets)}
-        if keep and rank() == 0:
-            write(path, key, values_by_pairs)
+        store = partial(write, path, key, values_by_pairs)
     for part in parts:
         part.reference = values_by_pairs[part.fingerprint]
+    return store
 
 
 def reference_key(cfg: Config) -> str:

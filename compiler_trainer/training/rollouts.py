@@ -80,7 +80,7 @@ class Answers(Callback):
         if run.rank == 0:
             line: dict[str, Any] = {"step": int(record["step"]), "samples": self.shown}
             self.lines.log(line)
-        if self.loss.server and isinstance(self.loss, GrpoConfig) and record["gap"] > MOST_GAP:
+        if self.loss.server and isinstance(self.loss, GrpoConfig) and record.get("gap", 0.0) > MOST_GAP:
             problem = f"log-probabilities of {self.loss.server} and of the trainer differ by {record['gap']:.2f} nats"
             fix = "the server has other weights or another model; start it again with the model of model.path"
             raise UserError("loss.server", f"{problem} in the mean: {fix}")

@@ -47,6 +47,7 @@ class Status:
         self.state: dict[str, Any] = {"phase": "preparing", "step": 0, "steps": cfg.train.steps}
         if is_member():
             self.state[LAUNCHER] = address()
+        self.numbers: Record = {}  # of the last step, and of the last evaluation
         self.changed = self.written = self.posted = 0.0
         self.began, self.done, self.trains = time.monotonic(), 0, False
         self.page: ThreadingHTTPServer | None = None
@@ -81,7 +82,10 @@ class Status:
 
     def log(self, record: Record) -> None:
         """Publish the numbers of a step."""
-        self.state = self.state | record | {"step": int(record["step"])}
+        phase = {name: value for name, value in self.state.items() if name not in self.numbers}
+        evaluation = {name: value for name, value in self.numbers.items() if name.startswith("eval_")}
+        self.numbers = {name: value for name, value in {**evaluation, **record}.items() if name != "step"}
+        self.state = phase | {"step": int(record["step"])} | self.numbers
         self.publish()
 
     def close(self, failed: bool) -> None:

@@ -41,6 +41,7 @@ class Stop:
         self.callback_reason = ""  # a callback's reason
         self.group = host_group()
         self.old_handlers: dict[signal.Signals, Any] = {}
+        self.watcher: threading.Thread | None = None
 
     def is_last_step(self) -> bool:
         """Return True if this step is the last one, the same on all ranks; all ranks must call this after each step."""
@@ -100,7 +101,7 @@ class Stop:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for number, handler in self.old_handlers.items():
             signal.signal(number, ignore_repeats(handler) if TIME + number == self.reason else handler)
-        if self.old_handlers:
+        if self.watcher is not None:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
             self.watcher.join()  # prints its line on the first signal before the line on the end

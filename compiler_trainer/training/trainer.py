@@ -162,7 +162,7 @@ def prepare_step(
 
     Rank 0 also creates the run folder, once nothing can be refused any more.
     """
-    refer(cfg, datasets)
+    store_reference = refer(cfg, datasets)
     phases.end("reference")
     if rank() != 0:
         step = build_step(cfg, trained, datasets, None, lambda task: None)
@@ -181,6 +181,7 @@ def prepare_step(
     report["sent_bytes"] = sent_bytes(step)
     owners.restore = partial(folder.create, cfg, report, step.schedule)
     owners.restore()
+    store_reference()
     for path in start.damaged_paths:
         checkpoint.set_aside(path, "damaged")
     if cfg.lower.programs is not None:

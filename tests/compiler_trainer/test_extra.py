@@ -119,6 +119,14 @@ def test_several_keep_their_order_but_for_what_they_come_after():
     assert order.index("second") < order.index("first")
 
 
+@pytest.mark.parametrize("stage", list(Stage)[:-1], ids=str)
+def test_a_run_with_a_pass_can_be_evaluated(stage):
+    """Check programs without training: passes that none of them has a place for are left out."""
+    cfg = PassesConfig(CastConfig(None), extra=(looking(stage),))
+    order = orders(pipeline_of(cfg, train=False))["evaluate"]
+    assert ("look" in order) == ("look" in orders(build(looking(stage)))["evaluate"])
+
+
 def test_layers_are_all_there_with_a_pass_of_ones_own():
     assert build().folding is not None and build(LOOK).folding is None
 

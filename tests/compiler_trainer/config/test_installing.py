@@ -53,7 +53,7 @@ def test_every_extra_that_a_message_names_is_declared():
     calls = [node for path in ROOT.glob("compiler_trainer/**/*.py") for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "install"]
     named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
-    assert len(calls) >= 6 and named | set(EXTRAS.values()) <= set(DECLARED)
+    assert len(calls) >= 2 and named | set(EXTRAS.values()) <= set(DECLARED)
 
 
 def test_no_text_installs_the_project_from_an_index():

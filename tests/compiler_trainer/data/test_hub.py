@@ -62,12 +62,9 @@ def test_what_is_not_there_is_named(dataset, options, message):
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    hub_rows.library.cache_clear()
     hub_rows.load_split.cache_clear()
     with pytest.raises(UserError, match=r"hf_dataset needs datasets \(.*\); pip install '.*\[hf\]'"):
         tokens(tmp_path)
-
-    hub_rows.library.cache_clear()
 
 
 SAVED = {
@@ -80,7 +77,7 @@ SAVED = {
 
 @pytest.mark.parametrize(("several", "split", "count"), SAVED.values(), ids=SAVED)
 def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_path):
-    library = hub_rows.library()
+    library = hub_rows.datasets()
     whole = library.load_dataset(str(dataset))
     (whole if several else whole["train"]).save_to_disk(str(tmp_path / "saved"))
     result = tokens(tmp_path / "saved", split=split)
@@ -91,6 +88,6 @@ def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_
 
 @pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "give a single part")])
 def test_a_split_that_a_saved_folder_does_not_have_is_refused(split, message, dataset, tmp_path):
-    hub_rows.library().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
+    hub_rows.datasets().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match=message.replace("[", "\\[")):
         tokens(tmp_path / "saved", split=split)

@@ -102,4 +102,4 @@ def test_a_form_has_the_memory_of_its_decoder():
 
 def test_without_transformers_there_is_no_cache(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "needs transformers here" in why_uncached(Config(model=PLAIN))
+    assert "needs transformers (" in why_uncached(Config(model=PLAIN))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from dataclasses import replace
 
@@ -89,6 +90,13 @@ def test_of_several_reasons_that_of_a_callback_counts():
         stop.ask("enough")
         stop.ask("more than that")
         assert stop.is_last_step() and stop.is_wish and stop.callback_reason == "enough"
+
+
+def test_without_signals_to_handle_nothing_is_left_of_the_watch():
+    woken, threads = signal.set_wakeup_fd(-1), threading.active_count()
+    with Stop(RunConfig(stop_signals=()), time.monotonic()):
+        pass
+    assert threading.active_count() == threads and signal.set_wakeup_fd(woken) == -1
 
 
 def test_a_rollback_takes_steps_again(fake, tmp_path, monkeypatch):

@@ -91,6 +91,15 @@ def test_a_run_is_seen_while_it_compiles_and_trains(tmp_path, monkeypatch, serve
         read(port, "/healthz")
 
 
+def test_numbers_are_those_of_the_last_step_and_the_last_evaluation(tmp_path):
+    status = Status(options(tmp_path / "run"))
+    status.log({"step": 1, "loss": 2.0, "skipped": 1.0, "eval_loss": 3.0})
+    status.log({"step": 2, "loss": 1.0})
+    assert status.state == {"phase": "preparing", "steps": 6, "step": 2, "loss": 1.0, "eval_loss": 3.0}
+    status.log({"step": 3})
+    assert "loss" not in status.state and status.state["phase"] == "preparing"
+
+
 def test_a_run_that_takes_no_steps_any_more_is_not_well(tmp_path, monkeypatch):
     cfg = options(tmp_path, run=RunConfig(str(tmp_path), timeout_s=5.0))
     now = [100.0]

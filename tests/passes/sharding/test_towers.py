@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from oracle import EXACT, batches, compile_lockstep, llama, llama_loss, trained_alike
 from torch import Tensor, nn
 
-from compiler_trainer import UserError
+from compiler_trainer import UserError, compile_step
 from compiler_trainer.capture.capture import capture
 from passes.ir.mesh import Mesh
 from passes.sharding.place import place_batch
@@ -132,6 +132,12 @@ def test_tokens_of_a_sample_are_exchanged_for_heads():
 def test_evaluation_is_that_of_one_device():
     batch = data(3)[0]
     step = compile_lockstep(model(), loss, batch, {"tp": 3}, evaluate=True, passes=SHARED)
+    assert step.evaluate(batch) == pytest.approx(loss(model(), batch).item(), rel=EXACT)
+
+
+def test_a_run_that_shares_images_is_evaluated_on_one_rank():
+    batch = data(2)[0]
+    step = compile_step(model(), loss, batch, passes=SHARED, train=False)
     assert step.evaluate(batch) == pytest.approx(loss(model(), batch).item(), rel=EXACT)
 
 
