@@ -22,7 +22,7 @@ from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import piped
-from compiler_trainer.planning.dry import DryStep, flat_step, predict_step, request_of
+from compiler_trainer.planning.dry import FUSED, DryStep, flat_step, predict_step, request_of
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, First, depth_pattern, replace_nested
 from compiler_trainer.request import CompileRequest
@@ -48,16 +48,17 @@ def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig
 
 
 def predicted(cfg: Config, candidate: Candidate, step: DryStep) -> Estimate:
-    """Return the prediction of a dry run as an estimate."""
+    """Return the prediction of a dry run as an estimate; tensors that fusion never writes are subtracted."""
     report = predict_step(cfg, step)
     prediction, memory = report["prediction"], report["prediction"]["memory"]
+    fused = {kind: size for kind, size in memory["beside"].items() if kind == FUSED and size}
     return Estimate(
         candidate,
         compute_s=prediction["compute_ms"] / 1e3,
         exposed_s={axis: ms / 1e3 for axis, ms in prediction["exposed_ms"].items() if ms > 0},
-        memory=memory["kinds"],
+        memory=memory["kinds"] | fused,
         step_s=report["predicted"]["step_ms"] / 1e3,
-        bytes=memory["bytes"],
+        bytes=memory["bytes"] + sum(fused.values()),
         sent=prediction["sent_bytes"],
         place=f"{memory['program']} {memory['node']}",
     )

@@ -68,6 +68,7 @@ from passes.pipeline.schedules import Schedule, most_alive
 
 STORED = (*ir.MODEL_STATE, "moment", "gradient")
 KEPT = "kept for other programs"
+FUSED = "fused away"  # tensors that are never written, as a negative number of bytes
 LONGEST = 15  # kernels and collectives named in the report
 
 
@@ -282,7 +283,7 @@ def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:
     """
     cluster, written_bytes = cfg.cluster, memory["written_bytes"]
     beyond_peak = {
-        "fused away": min(0, written_bytes - memory["bytes"]),
+        FUSED: min(0, written_bytes - memory["bytes"]),
         "allocator": round(cluster.allocator_loss * written_bytes),
         "context": round(2**30 * cluster.context_gib),
         "communicators": round(2**30 * cluster.communicator_gib) if mesh_of(cfg.mesh).world_size > 1 else 0,

@@ -13,7 +13,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.planning.auto import FEW, differing
-from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
+from compiler_trainer.planning.dry import FUSED, DryStep, compile_dry, predict_step
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import Outcome, compile_one, room, search
 from compiler_trainer.planning.space import Candidate, PlanRequest, replace_nested
@@ -41,10 +41,11 @@ def describe(cfg: Config, failure: Failure) -> Iterator[str]:
     yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{more}; {size(free)} is free"
     step = compile_dry(cfg, None)
     memory = predict_step(cfg, step)["prediction"]["memory"]
+    needed = memory["bytes"] + memory["beside"][FUSED]
     at = f"%{memory['node']} ({memory['line'] or 'no source line'})"
-    yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; the largest tensors there:"
+    yield f"predicted: a peak of {size(needed)} at {at} of {memory['program']}; the largest tensors there:"
     yield from (f"  {size(count):>10}  {text}" for text, count in largest_alive(step, memory))
-    yield from settings(limited_request(cfg, ranks, free, memory["bytes"]), cfg)
+    yield from settings(limited_request(cfg, ranks, free, needed), cfg)
 
 
 def largest_alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
