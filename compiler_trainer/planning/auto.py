@@ -19,7 +19,7 @@ from compiler_trainer.config.validate import dry_world_size, resolve_mesh, state
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.planning import answer
 from compiler_trainer.planning.search import GIB, Outcome, Plan, all_forms, compile_one, room, search
-from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, replace_nested, sizes_of
+from compiler_trainer.planning.space import Candidate, PlanRequest, replace_nested, sizes_of
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
 from compiler_trainer.training.loggers import announce
@@ -56,7 +56,7 @@ def fastest_by_search(request: PlanRequest) -> Candidate:
 
 def fastest_by_forms(request: PlanRequest) -> Candidate:
     """Return the fastest setting by closed forms that fits with room to spare, otherwise the smallest; announce it."""
-    forms = all_forms(request, sizes_of(request.cfg, subject(request.cfg).module), LeftOut())
+    forms = all_forms(request, sizes_of(request.cfg, subject(request.cfg).module))
     if not forms:  # sequences do not divide among data ranks: padded batches are not accumulated
         return Candidate(request.cfg.mesh)
     fitting = (form for form in forms if form.bytes <= SPARE * room(request))
@@ -107,7 +107,7 @@ def remark(cfg: Config, trained: Subject) -> str:
     if not cfg.plan.suggest or cfg.cluster.device != device_name():
         return ""
     request = plan_request(dataclasses.replace(cfg, mesh=AUTO), ranks)
-    forms = all_forms(request, sizes_of(cfg, trained.module), LeftOut())
+    forms = all_forms(request, sizes_of(cfg, trained.module))
     current = next((form for form in forms if form.candidate.mesh == mesh), None)
     if current is not None and current.bytes > room(request):
         size = f"about {current.bytes / GIB:,.1f} of {room(request) / GIB:,.1f} GiB"
@@ -128,7 +128,7 @@ def what_fits(cfg: Config) -> str:
     request = PlanRequest(
         replace_nested(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"})
     )
-    forms = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    forms = all_forms(request, sizes_of(cfg, subject(cfg).module))
     best = next((form for form in forms if form.bytes <= SPARE * room(request)), None)
     if best is None:
         return "no mesh, microbatches and recomputation fit; use more GPUs, shorter sequences, or optim=adamw8bit"

@@ -24,7 +24,7 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import piped
 from compiler_trainer.planning.dry import FUSED, DryStep, flat_step, predict_step, request_of
 from compiler_trainer.planning.estimate import Estimate
-from compiler_trainer.planning.space import Candidate, First, depth_pattern, replace_nested
+from compiler_trainer.planning.space import POLICIES, Candidate, First, depth_pattern, replace_nested
 from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.captured import Captured, Reporter
 from compiler_trainer.step.exported import Exported, export_once
@@ -172,9 +172,6 @@ def for_timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, DryStep
 
 
 # ---- between two recomputations ------------------------------------------------------------------------
-
-POLICIES = ("none", "selective", "attention", "full")  # of one layer
-
 
 class Mixture(NamedTuple):
     """The estimate between two settings that differ only in recomputation."""

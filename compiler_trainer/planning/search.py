@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +28,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
 from compiler_trainer.planning.compiled import mixtures
 from compiler_trainer.planning.estimate import Estimate, Rank, estimates
-from compiler_trainer.planning.space import Candidate, LeftOut, PlanRequest, Sizes, candidates, sizes_of
+from compiler_trainer.planning.space import Candidate, PlanRequest, Sizes, candidates, sizes_of
 from compiler_trainer.training.speed import peak_flops
 from passes.ir.ir import CompileError
 
@@ -80,11 +81,11 @@ def room(request: PlanRequest) -> float:
     return GIB * usable_gib(request.cfg.cluster, is_alone=request.gpus == 1)
 
 
-def all_forms(request: PlanRequest, sizes: Sizes, left: LeftOut) -> list[Estimate]:
+def all_forms(request: PlanRequest, sizes: Sizes, left: Counter[str] | None = None) -> list[Estimate]:
     """Return the closed forms of every setting, fastest first; count the settings left out in `left`."""
     cluster, forms = cluster_of(request.cfg.cluster), list[Estimate]()
     groups: dict[tuple, list[Candidate]] = {}
-    for candidate in candidates(request, sizes, left):
+    for candidate in candidates(request, sizes, Counter() if left is None else left):
         groups.setdefault((candidate.mesh, candidate.microbatches, candidate.float8), []).append(candidate)
     for key, candidates_of_rank in groups.items():
         forms += estimates(Rank(request.cfg, sizes, cluster, *key), candidates_of_rank)
@@ -99,7 +100,7 @@ class SearchState:
     flops_per_token: int
     plain: list[Estimate]
     count: int
-    left: LeftOut
+    left: Counter[str]
     layers: tuple[str, ...] = ()
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
@@ -143,17 +144,17 @@ class SearchState:
             raise nothing_fits(self.request, min(by_speed, key=lambda e: e.bytes))
         too_large = [e for e in by_speed if e.bytes > limit]
         forms = correct(self.plain, self.estimates)
-        counts = (self.count, self.left.count)
+        counts = (self.count, dict(self.left))
         return Plan(self.request, self.flops_per_token, ranked, too_large, self.refused, forms, *counts)
 
 
 def start_search(request: PlanRequest) -> SearchState:
     """Return the search for a job with all closed forms; raise UserError if there is no setting, or none can fit."""
-    trained, left = subject(request.cfg), LeftOut()
+    trained, left = subject(request.cfg), Counter[str]()
     sizes = sizes_of(request.cfg, trained.module)
     forms = all_forms(request, sizes, left)
     if not forms:
-        reasons = "; ".join(left.count) or "no mesh with the stated axes has that many ranks"
+        reasons = "; ".join(left) or "no mesh with the stated axes has that many ranks"
         raise UserError(
             "train.global_batch_size", f"leaves no possible setting: {reasons}; change the batch or cluster.gpus"
         )

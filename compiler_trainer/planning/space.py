@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,12 +23,7 @@ from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.quantized import entries_of
 from passes.ir.layer import layer_names, layer_of
 
-POLICIES: Mapping[str, dict[str, Any]] = {
-    "none": {"policy": "none"},
-    "selective": {"policy": "selective"},
-    "attention": {"policy": "attention"},
-    "full": {"policy": "full"},
-}
+POLICIES = ("none", "selective", "attention", "full")  # of one layer
 REPEATED = {"all_gather": "recompute", "reduce_scatter": "recompute"}
 CHUNKS = (1, 2, 4)
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
@@ -89,7 +85,7 @@ class Candidate:
         """Return the options that the setting changes, by group."""
         passes: dict[str, Any] = {}
         if self.recompute != "as given":
-            passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather, "budget_gib": None}
+            passes["remat"] = {"policy": self.recompute, "regather": self.regather, "budget_gib": None}
             passes["remat"] |= {"ops": dict(REPEATED)} if self.collectives else {}
             passes["remat"] |= {"layers": self.first.patterns()} if self.first else {}
         if self.method != "auto":
@@ -133,34 +129,23 @@ def as_kept(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@dataclass
-class LeftOut:
-    """The number of settings left out before any estimate, by reason."""
-
-    count: dict[str, int] = field(default_factory=dict)
-
-    def add(self, reason: str, times: int = 1) -> None:
-        """Count `times` settings."""
-        self.count[reason] = self.count.get(reason, 0) + times
-
-
-def candidates(request: PlanRequest, sizes: Sizes, left_out: LeftOut) -> Iterator[Candidate]:
-    """Yield every setting that the batch and the heads of the job allow; count the others in `left`."""
+def candidates(request: PlanRequest, sizes: Sizes, left_out: Counter[str]) -> Iterator[Candidate]:
+    """Yield every setting that the batch and the heads of the job allow; count the reasons for the others."""
     cfg, overlapped = request.cfg, request.cfg.passes.communication.batch_overlap
     for mesh in meshes(request, sizes):
         data_ranks, sequences = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
         if sequences % data_ranks:
-            left_out.add(f"train.global_batch_size={sequences} is not divisible by the number of data ranks")
+            left_out[f"train.global_batch_size={sequences} is not divisible by the number of data ranks"] += 1
             continue
         if 2 * mesh.cp > cfg.train.seq_len or mesh.tp > max(sizes.heads.queries, sizes.heads.keys, 1) > 1:
-            left_out.add("more cp ranks than chunks of the sequence, or more tp ranks than heads")
+            left_out["more cp ranks than chunks of the sequence, or more tp ranks than heads"] += 1
             continue
         for microbatch_count in microbatches(request, sequences // data_ranks):
             if microbatch_count < mesh.pp:
-                left_out.add("fewer microbatches than pipeline stages")
+                left_out["fewer microbatches than pipeline stages"] += 1
                 continue
             if microbatch_count % overlapped or overlapped > 1 < mesh.pp:
-                left_out.add(f"the number of microbatches does not fit passes.communication.batch_overlap={overlapped}")
+                left_out[f"microbatches do not fit passes.communication.batch_overlap={overlapped}"] += 1
                 continue
             for choice in itertools.product(
                 recomputations(request, mesh),

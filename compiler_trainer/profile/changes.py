@@ -13,7 +13,7 @@ from compiler_trainer.config.schema import AUTO, Config
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.auto import differing, plan_request
 from compiler_trainer.planning.search import all_forms, room
-from compiler_trainer.planning.space import LeftOut, replace_nested, sizes_of
+from compiler_trainer.planning.space import replace_nested, sizes_of
 from compiler_trainer.profile.predicted import Predicted, predicted
 from compiler_trainer.step.captured import mesh_of
 from compiler_trainer.training.trace import Spent
@@ -141,7 +141,7 @@ def of_mesh(cfg: Config) -> Iterator[Config]:
     if ranks == 1:
         return
     request = plan_request(dataclasses.replace(cfg, mesh=AUTO), ranks)
-    forms = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    forms = all_forms(request, sizes_of(cfg, subject(cfg).module))
     best = next((form for form in forms if form.bytes <= room(request)), None)
     if best is not None and best.candidate.mesh != cfg.mesh:
         yield best.candidate.applied(cfg)

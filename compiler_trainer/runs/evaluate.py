@@ -18,11 +18,9 @@ from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import check_names, from_newest
-from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.program_cache import ProgramCache
-from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ranks
+from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
-from compiler_trainer.training.evaluate import by_source, means, validation_batches
+from compiler_trainer.training.evaluate import by_source, evaluating_step, means, validation_batches
 from compiler_trainer.training.loggers import Working
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.reference import refer
@@ -82,21 +80,7 @@ def measuring(
 
     With `averaged` these are the averages of weights. Raises UserError if there are none.
     """
-    step = compile_step(
-        trained.module,
-        trained.loss,
-        batch,
-        mesh=cfg.mesh,
-        passes=cfg.passes,
-        lower=cfg.lower,
-        microbatches=cfg.train.microbatches,
-        initial=trained.initial(),
-        device=local_device(),
-        below=below,
-        train=False,
-        cache=ProgramCache(),
-        tell=tell,
-    )
+    step = evaluating_step(cfg, trained, trained.loss, batch, below, tell)
     load = checkpoint.load_averaged if averaged else checkpoint.load_model
 
     def load_checked(path: Path) -> None:

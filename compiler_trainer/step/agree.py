@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
@@ -23,12 +22,10 @@ def agree(name: str, program: ir.Program) -> None:
     """Compare a program's text on all ranks; raise RuntimeError with the first lines that differ from rank 0's."""
     text = print_program(program)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = gather(digest)
     if len(set(digests)) == 1:
         return
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    texts = gather(text)
     differing = next(rank for rank, d in enumerate(digests) if d != digests[0])
     lines = difference(texts[0], texts[differing], "rank 0", f"rank {differing}")
     raise RuntimeError(f"{name}: ranks disagree on the program\n{lines}")

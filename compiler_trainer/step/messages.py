@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiler_trainer.step.turns import Key, Turn, keys_of
+from compiler_trainer.step.turns import Key, Mail, Turn, keys_of
 from passes.ir import ir
 from passes.pipeline.schedules import unit
 
@@ -126,7 +126,7 @@ class Ways(NamedTuple):
         return self.up if source < to else self.down
 
 
-class Post:
+class Post(Mail):
     """Sends and receives the messages of one process by its timetable.
 
     `rank` is its global rank, `stage` its pipeline rank. `ranks_per_stage` is the distance of neighbouring stages in

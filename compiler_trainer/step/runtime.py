@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,33 +36,35 @@ T = TypeVar("T")
 ByRank = Mapping[int, Sequence[Tensor]]
 
 
-class Runtime(Protocol):
-    """The interface that compiles a program and runs it for the ranks of this process."""
+class Runtime:
+    """The base that compiles a program and runs it for the ranks of this process.
+
+    What it does itself is right if all ranks are in this process.
+    """
 
     mesh: Mesh
     ranks: tuple[int, ...]
-    ways: Ways | None  # process groups for values between pipeline ranks
+    ways: Ways | None = None  # process groups for values between pipeline ranks
 
-    @property
-    def ranks_per_stage(self) -> int: ...
-    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
-    def begin(self) -> None: ...
-    def run(self, compiled: Any, inputs: ByRank, slot: int | None) -> dict[int, tuple[Tensor, ...]]: ...
-    def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
-    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None: ...
-    def stage_of(self, rank: int) -> int: ...
-    def meet(self, programs: Mapping[str, Any]) -> None: ...
-    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
-    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]: ...
-    def share(self, values: dict[str, T]) -> dict[str, T]: ...
-    def total(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-    def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
+    @abstractmethod
+    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any:
+        """Return the compiled program."""
 
+    @abstractmethod
+    def run(self, compiled: Any, inputs: ByRank, slot: int | None = None) -> dict[int, tuple[Tensor, ...]]:
+        """Return the outputs of the ranks that have inputs: all ranks of this process, or those of a pipeline stage."""
 
-class Staged:
-    """The mapping of ranks to pipeline stages."""
+    @abstractmethod
+    def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the local tensors of all ranks that have one, by rank."""
 
-    mesh: Mesh
+    @abstractmethod
+    def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]:
+        """Return the local tensors of a stage's ranks, by rank."""
+
+    @abstractmethod
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
+        """Copy one rank's local tensor to other ranks, in place."""
 
     @property
     def ranks_per_stage(self) -> int:
@@ -71,6 +74,27 @@ class Staged:
     def stage_of(self, rank: int) -> int:
         """Return the pipeline rank of a rank."""
         return rank // self.ranks_per_stage
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def meet(self, programs: Mapping[str, Any]) -> None:
+        """Connect this process with those that it exchanges values with."""
+
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
+        """Start to compile programs ahead of `compile`."""
+
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the values of all stages."""
+        return dict(values)
+
+    def share(self, values: dict[str, T]) -> dict[str, T]:
+        """Return the values of all stages."""
+        return values
+
+    def total(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums over the samples of all processes."""
+        return dict(values)
 
 
 def axes_of_samples(programs: Iterable[ir.Program]) -> tuple[str, ...]:
@@ -86,10 +110,8 @@ def all_calls(program: ir.Program) -> Iterator[fx.Node]:
         yield from (n for n in body.graph.nodes if n.op == "call_function") if body else (node,)
 
 
-class LockstepRanks(Staged):
+class LockstepRanks(Runtime):
     """All ranks in this process, interpreted node by node."""
-
-    ways: Ways | None = None
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.ranks = mesh, tuple(range(mesh.world_size))
@@ -97,9 +119,6 @@ class LockstepRanks(Staged):
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Lockstep:
         """Return the simulator of a program."""
         return Lockstep(program)
-
-    def begin(self) -> None:
-        """Do nothing, because nothing is recorded."""
 
     def run(self, compiled: Lockstep, inputs: ByRank, slot: int | None = None) -> dict[int, tuple[Tensor, ...]]:
         """Return the outputs of the ranks that have inputs: all ranks, or those of a pipeline stage."""
@@ -111,24 +130,6 @@ class LockstepRanks(Staged):
         """Return the local tensors of a stage's ranks, by rank."""
         return [local[rank] for rank in self.ranks if self.stage_of(rank) == stage]
 
-    def meet(self, programs: Mapping[str, Any]) -> None:
-        """Do nothing, because all ranks share this process."""
-
-    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
-        """Do nothing, because nothing is compiled."""
-
-    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the values of all stages, which are in this process."""
-        return dict(values)
-
-    def share(self, values: dict[str, T]) -> dict[str, T]:
-        """Return the values of all stages, which are in this process."""
-        return values
-
-    def total(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return sums over this process's samples, which are all."""
-        return dict(values)
-
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the local tensors of all ranks that have one, by rank."""
         return [local[rank] for rank in sorted(local)]
@@ -139,7 +140,7 @@ class LockstepRanks(Staged):
             local[rank].copy_(local[source])
 
 
-class ProcessRanks(Staged):
+class ProcessRanks(Runtime):
     """One rank of a job with an initialized process group, or the only rank without one."""
 
     def __init__(self, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]):

@@ -16,7 +16,7 @@ from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device, 
 from compiler_trainer.step.messages import Post
 from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
-from compiler_trainer.step.turns import CarriedValues, Turn, slots_of, turns_of_evaluation, turns_of_step
+from compiler_trainer.step.turns import CarriedValues, Mail, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, join_microbatches, microbatches_in, name_of
 from passes.ir import ir
 from passes.ir.bodies import flatten
@@ -125,7 +125,7 @@ class Step:
             f"programs that no turn runs, of {[*programs_by_name]}"
         )
         stages = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
-        post, ways = None, self.runtime.ways
+        post, ways = Mail(), self.runtime.ways
         if ways is not None:
             (rank,) = self.ranks
             post = Post(turns, programs_by_name, rank, stages[0], self.runtime.ranks_per_stage, self.device, ways)

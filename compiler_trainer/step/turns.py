@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -108,15 +108,27 @@ def keys_of(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> tuple[
     return reads, makes
 
 
-class Mail(Protocol):
-    """The interface that carries values between the processes of pipeline ranks (`messages.py`)."""
+class Mail:
+    """The carrier of values between the processes of pipeline ranks (`messages.py`); this one carries none."""
 
-    def begin(self) -> None: ...
-    def start(self, turn: Turn) -> None: ...
-    def send(self, key: Key, made: Mapping[int, Tensor]) -> None: ...
-    def receive(self, key: Key) -> Tensor: ...
-    def done(self, turn: Turn) -> None: ...
-    def end(self) -> None: ...
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def start(self, turn: Turn) -> None:
+        """Begin a turn."""
+
+    def send(self, key: Key, made: Mapping[int, Tensor]) -> None:
+        """Send a value to the other processes that read it."""
+
+    def receive(self, key: Key) -> Tensor:
+        """Return a value of another process."""
+        raise KeyError(key)
+
+    def done(self, turn: Turn) -> None:
+        """End a turn."""
+
+    def end(self) -> None:
+        """End a step: wait until everything has been sent."""
 
 
 class CarriedValues:
@@ -130,7 +142,7 @@ class CarriedValues:
         turns: Sequence[Turn],
         programs: Mapping[str, ir.Program],
         ranks: Sequence[int] = (0,),
-        post: Mail | None = None,
+        post: Mail = Mail(),  # noqa: B008
     ):
         self.post = post
         self.keys_read, self.keys_made = keys_of(turns, programs)
@@ -144,26 +156,23 @@ class CarriedValues:
         """Begin a step."""
         self.values.clear()
         self.readers_left = self.reads.copy()
-        if self.post is not None:
-            self.post.begin()
+        self.post.begin()
 
     def start(self, turn: Turn) -> None:
         """Begin a turn."""
-        if self.post is not None:
-            self.post.start(turn)
+        self.post.start(turn)
 
     def put(self, turn: Turn, name: str, values: Mapping[int, Tensor]) -> None:
         """Keep a value if a turn here reads it, and send it to other processes that do."""
         key = self.keys_made[turn][name]
         if self.reads[key]:
             self.values[key] = dict(values)
-        if self.post is not None:
-            self.post.send(key, values)
+        self.post.send(key, values)
 
     def get(self, turn: Turn, name: str, rank: int, ranks_per_stage: int) -> Tensor:
         """Return the value for a rank; its counterparts in other stages are multiples of `ranks_per_stage` away."""
         key = self.keys_read[turn][name]
-        if key not in self.values and self.post is not None:
+        if key not in self.values:
             self.values[key] = {rank: self.post.receive(key)}
         return next(
             value for source_rank, value in self.values[key].items() if (source_rank - rank) % ranks_per_stage == 0
@@ -175,13 +184,11 @@ class CarriedValues:
             self.readers_left[key] -= 1
             if not self.readers_left[key]:
                 del self.values[key]
-        if self.post is not None:
-            self.post.done(turn)
+        self.post.done(turn)
 
     def end(self) -> None:
         """End a step: wait until everything has been sent."""
-        if self.post is not None:
-            self.post.end()
+        self.post.end()
 
 
 def carried(program: ir.Program) -> Iterator[ir.Input]:

@@ -21,6 +21,7 @@ from compiler_trainer.checkpoint import Checkpoint, Damaged, RemoteCheckpoints, 
 from compiler_trainer.config.earlier import MEANING, is_in, load_options
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
+from compiler_trainer.config.options import flat
 from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.console import say
 from compiler_trainer.data.loader import Loader
@@ -122,10 +123,10 @@ def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
 
     Only options that change the meaning of the state count; `where` names the checkpoint.
     """
-    ours = dict(leaves(dataclasses.asdict(cfg)))
+    ours = flat(dataclasses.asdict(cfg))
     check_names(cfg, ours)
     try:
-        theirs = dict(leaves(dataclasses.asdict(load_options(Config, saved, where))))
+        theirs = flat(dataclasses.asdict(load_options(Config, saved, where)))
     except UserError as error:
         raise UserError(where, f"was saved with options that do not exist here: {error}") from error
     free = (*FREE, *cfg.checkpoint.allow)
@@ -144,7 +145,7 @@ def check_storable(cfg: Config) -> None:
     """Raise UserError if an option cannot be stored in checkpoints: a number that is not finite, or an object."""
     if not cfg.checkpoint.saves:
         return
-    for name, value in leaves(dataclasses.asdict(cfg)):
+    for name, value in flat(dataclasses.asdict(cfg)).items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
@@ -157,16 +158,6 @@ def check_names(cfg: Config, options: Mapping[str, Any]) -> None:
     for name in cfg.checkpoint.allow:
         if name != "data" and not any(is_in(option, (name,)) for option in options):
             raise UserError("checkpoint.allow", f"{name} is not an option of this run")
-
-
-def leaves(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every option in nested groups."""
-    for name, value in options.items():
-        dotted = f"{where}.{name}" if where else str(name)
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, dotted)
-        else:
-            yield dotted, value
 
 
 # ---- the run's store -----------------------------------------------------------------------------------

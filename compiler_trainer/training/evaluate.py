@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,9 @@ from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.sampling import Sampling, check_prompt, continued, in_use
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, model_of
-from compiler_trainer.step.ranks import from_rank_0
+from compiler_trainer.step.compile import LossFn, compile_step
+from compiler_trainer.step.program_cache import ProgramCache
+from compiler_trainer.step.ranks import from_rank_0, local_device
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.loggers import Logger
@@ -43,6 +45,37 @@ class Measures(Protocol):
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
     def weights(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
     def total(self, values: Tensor, /) -> float: ...
+
+
+def evaluating_step(
+    cfg: Config,
+    trained: Subject,
+    loss: LossFn,
+    batch: Batch,
+    below: Mapping[str, int] | None = None,
+    tell: Callable[[str], None] = lambda task: None,
+) -> Step:
+    """Return a compiled program that only computes a loss and metrics, with the model's initial weights.
+
+    The options are those of a run; `below` are the upper bounds of the batch's entries.
+    """
+    return compile_step(
+        trained.module,
+        loss,
+        batch,
+        mesh=cfg.mesh,
+        passes=cfg.passes,
+        lower=cfg.lower,
+        microbatches=cfg.train.microbatches,
+        seed=cfg.train.seed,
+        initial=trained.initial(),
+        device=local_device(),
+        train=False,
+        below=below,
+        cache=ProgramCache(),
+        cluster=cfg.cluster,
+        tell=tell,
+    )
 
 
 def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:

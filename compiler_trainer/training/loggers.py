@@ -329,20 +329,31 @@ def build_loggers(cfg: Config) -> list[Logger]:
 
 
 @contextlib.contextmanager
-def logging(cfg: Config, done: int, loggers: Sequence[Logger]) -> Iterator[Callable[[Record], None]]:
-    """Start the loggers, yield a function that logs a record, and close them at the end."""
+def logging(
+    cfg: Config, done: int, loggers: Sequence[Logger], names: Sequence[str] = ()
+) -> Iterator[Callable[[Record], None]]:
+    """Yield a function that takes each step's record: rank 0 passes it to loggers and console, other ranks ignore it.
+
+    Loggers are started before and closed afterwards. `names` are the metrics that the console shows next to the loss.
+    """
+    if rank() != 0:
+        yield lambda record: None
+        return
     started, failed = list[Logger](), True
-
-    def log(record: Record) -> None:
-        for logger in loggers:
-            logger.log(record)
-
     try:
         for logger in loggers:
             logger.start(cfg, done)
             started.append(logger)
-        yield log
+        with Progress(cfg.train.steps, done, names) as progress:
+
+            def log(record: Record) -> None:
+                for logger in loggers:
+                    logger.log(record)
+                progress.show(record)
+
+            yield log
         failed = False
     finally:
         for logger in started:
             logger.close(failed)
+    say_contents(Path(cfg.run.dir))

@@ -22,7 +22,7 @@ from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.places.folders import is_at
-from compiler_trainer.step.ranks import from_rank_0, rank
+from compiler_trainer.step.ranks import rank, try_on_rank_0
 from compiler_trainer.training.checkpoints import checkpoints_of
 
 FILE = ".owner"
@@ -146,18 +146,7 @@ class Owners:
 
     def take(self) -> None:
         """Take all locks; raise UserError on every rank if one is held by another run."""
-        refusal = from_rank_0(self.refusal)
-        if refusal is not None:
-            raise UserError(*refusal)
-
-    def refusal(self) -> tuple[str, str] | None:
-        """Take all locks; return the error's place and message if one fails."""
-        try:
-            for owner in self.owners:
-                owner.take()
-        except UserError as error:
-            return error.place, error.message
-        return None
+        try_on_rank_0(lambda: [owner.take() for owner in self.owners])
 
     def check(self) -> None:
         """Check all locks; raise RunError if another run took a folder."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from compiler_trainer import BEGAN
@@ -104,10 +103,7 @@ def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
 
     Raises UserError if anything else differs between ranks.
     """
-    shared: list[Any] = [cfg, datasets.train.rows.fingerprint]
-    if dist.is_initialized():
-        dist.broadcast_object_list(shared, src=0)
-    first, fingerprint = shared
+    first, fingerprint = from_rank_0(lambda: (cfg, datasets.train.rows.fingerprint))
     cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=first.run.dir))
     options, first_options = dataclasses.asdict(cfg), dataclasses.asdict(first)
     for group in options:

@@ -5,7 +5,6 @@ RUN/reference.npz keeps them for a resumed run. All ranks compute them, in the p
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import zipfile
@@ -24,10 +23,9 @@ from compiler_trainer.data.packing import PairRows
 from compiler_trainer.models.loss import INPUTS
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
-from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.program_cache import ProgramCache
-from compiler_trainer.step.ranks import from_rank_0, local_device, rank
+from compiler_trainer.step.ranks import from_rank_0, rank
 from compiler_trainer.step.step import Step
+from compiler_trainer.training.evaluate import evaluating_step
 from compiler_trainer.training.loggers import Working, announce
 
 FILE = "reference.npz"
@@ -90,23 +88,9 @@ def compute(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]
     halves = [loader.rows for loader in (datasets.train, datasets.eval) if loader is not None]
     trained, size = subject(cfg), cfg.train.global_batch_size
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda task: None) as tell:
-        step = compile_step(
-            trained.module,
-            partial(reference, trained.logits, cfg.reference_entries),
-            entries(Loader(halves[0], size, None), np.arange(size) % len(halves[0])),
-            mesh=cfg.mesh,
-            passes=cfg.passes,
-            lower=dataclasses.replace(cfg.lower, programs=None),
-            microbatches=cfg.train.microbatches,
-            seed=cfg.train.seed,
-            initial=trained.initial(),
-            device=local_device(),
-            train=False,
-            below=datasets.below,
-            cache=ProgramCache(),
-            cluster=cfg.cluster,
-            tell=tell,
-        )
+        loss = partial(reference, trained.logits, cfg.reference_entries)
+        first_rows = entries(Loader(halves[0], size, None), np.arange(size) % len(halves[0]))
+        step = evaluating_step(cfg, trained, loss, first_rows, datasets.below, tell)
         for half in halves:
             values = log_probabilities(step, half, size, cfg.reference_entries, tell)
             for part, first in zip(half.parts, half.firsts):

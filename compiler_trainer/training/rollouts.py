@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,10 @@ from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.sampling import Drawn, why_uncached
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.program_cache import ProgramCache
-from compiler_trainer.step.ranks import local_device, try_on_rank_0
+from compiler_trainer.step.ranks import try_on_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.callbacks import Callback, Run
-from compiler_trainer.training.evaluate import SampleLines
+from compiler_trainer.training.evaluate import SampleLines, evaluating_step
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.samplers import sampler_of
@@ -209,21 +206,9 @@ class Evaluator:
         announce("compiling the log-probabilities of answers")
         self.step, self.names = step, cfg.loss.entries[1:]
         shape = cfg.train.global_batch_size, cfg.train.seq_len
-        self.program = compile_step(
-            trained.module,
-            partial(answer_logs, trained.logits, "logs", cfg.loss.temperature),
-            {name: torch.zeros(shape, dtype=torch.int64) for name in INPUTS},
-            mesh=cfg.mesh,
-            passes=cfg.passes,
-            lower=replace(cfg.lower, programs=None),
-            microbatches=cfg.train.microbatches,
-            seed=cfg.train.seed,
-            initial=trained.initial(),
-            device=local_device(),
-            train=False,
-            cache=ProgramCache(),
-            cluster=cfg.cluster,
-        )
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in INPUTS}
+        loss = partial(answer_logs, trained.logits, "logs", cfg.loss.temperature)
+        self.program = evaluating_step(cfg, trained, loss, batch)
         first_values = {name: state.local for name, state in self.program.state.items()}
         self.values = {"old": {name: step.state[name].local for name in first_values}, "reference": first_values}
         assert all(step.state[name].spec == state.spec for name, state in self.program.state.items())

@@ -35,13 +35,10 @@ from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, sav
 from compiler_trainer.training.evaluate import Patience, Samples, means, validation_batches
 from compiler_trainer.training.failures import Peers, Watch
 from compiler_trainer.training.loggers import (
-    Logger,
-    Progress,
     Working,
     announce,
     build_loggers,
     logging,
-    say_contents,
     say_next,
 )
 from compiler_trainer.training.lr_schedule import rates
@@ -123,7 +120,7 @@ def train(
             Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
             Stop(cfg.run, start_time) as stop,
             allocations(cfg),
-            recording(cfg, start, ("reward", *step.metrics), loggers) as log_record,
+            logging(cfg, start.step, loggers, ("reward", *step.metrics)) as log_record,
         ):
             active_callbacks = Callbacks(Run(cfg, step, start.step, stop.ask), [*samples, *callbacks])
             active_callbacks.start()
@@ -311,28 +308,3 @@ def allocations(cfg: Config) -> Iterator[None]:
         yield
     finally:
         dump_allocations(Path(cfg.run.dir, f"memory_{rank()}.pickle"))
-
-
-@contextmanager
-def recording(
-    cfg: Config, start: Start, names: Sequence[str], loggers: list[Logger]
-) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that takes each step's record: rank 0 passes it to loggers and console, other ranks ignore it.
-
-    `names` are the metrics that the console shows next to the loss.
-    """
-    if rank() != 0:
-        yield lambda record: None
-        return
-    path = Path(cfg.run.dir)
-    with (
-        logging(cfg, start.step, loggers) as log,
-        Progress(cfg.train.steps, start.step, names) as progress,
-    ):
-
-        def record(values: Record) -> None:
-            log(values)
-            progress.show(values)
-
-        yield record
-    say_contents(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from compiler_trainer.planning import compiled
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.planning.piped import few_stages
 from compiler_trainer.planning.search import all_forms, compile_one, search
-from compiler_trainer.planning.space import LeftOut, PlanRequest, candidates, sizes_of
+from compiler_trainer.planning.space import PlanRequest, candidates, sizes_of
 
 MODEL = ModelConfig(dim=256, n_layers=12, n_heads=8, n_kv_heads=4, ffn_dim=704, vocab_size=4096)
 CAST = CastConfig(param_dtype="bfloat16", reduce_dtype="float32")
@@ -78,7 +79,7 @@ def test_dense_layers_before_experts_are_in_the_first_stage():
 
 def test_stages_lie_between_nodes_and_have_microbatches_enough():
     request = PlanRequest(job("1f1b", cluster=ClusterConfig(gpus=32)), frozenset({"train.global_batch_size"}))
-    found = list(candidates(request, sizes_of(request.cfg, subject(request.cfg).module), LeftOut()))
+    found = list(candidates(request, sizes_of(request.cfg, subject(request.cfg).module), Counter()))
     assert {c.mesh.pp for c in found} == {1, 2, 4}  # of 4 nodes
     assert all(c.microbatches >= c.mesh.pp for c in found)
     assert {c.chunks for c in found if c.mesh.pp > 1} == {1, 2, 4} and {c.chunks for c in found if c.mesh.pp == 1} == {None}
@@ -90,7 +91,7 @@ def test_closed_forms_are_near_what_is_compiled():
     wide = replace(cfg.model, dim=2048, n_heads=16, n_kv_heads=8, ffn_dim=5632)  # a narrow model waits for launches, which forms omit
     cfg = replace(cfg, model=wide, train=replace(cfg.train, seq_len=4096))
     request = PlanRequest(cfg, frozenset({"mesh", "train", "passes"}))
-    (form,) = all_forms(request, sizes_of(cfg, subject(cfg).module), LeftOut())
+    (form,) = all_forms(request, sizes_of(cfg, subject(cfg).module))
     (real,) = compile_one([request], form.candidate)
     assert 0.85 < form.step_s / real.step_s < 1.15 and 0.9 < form.bytes / real.bytes < 1.1  # 1.05 and 0.996
 

@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import signal
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -49,7 +50,6 @@ from compiler_trainer.planning.space import (
     POLICIES,
     Candidate,
     First,
-    LeftOut,
     PlanRequest,
     candidates,
     replace_nested,
@@ -73,7 +73,7 @@ def sizes(cfg: Config):
 
 
 def every(request: PlanRequest) -> list[Candidate]:
-    return list(candidates(request, sizes(request.cfg), LeftOut()))
+    return list(candidates(request, sizes(request.cfg), Counter()))
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +116,10 @@ def test_what_is_stated_is_kept():
 
 
 def test_a_batch_that_does_not_divide_is_counted():
-    left = LeftOut()
+    left = Counter()
     chosen = list(candidates(PlanRequest(replace(JOB, train=replace(JOB.train, global_batch_size=4))), sizes(JOB), left))
     assert max(c.mesh.dp_replicate * c.mesh.dp_shard for c in chosen) == 4
-    assert sum(left.count.values()) == 4  # 8 data ranks
+    assert sum(left.values()) == 4  # 8 data ranks
 
 
 def test_float8_is_for_who_allows_it_and_experts_spread():
@@ -178,7 +178,7 @@ LARGE = ModelConfig(dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_dim=1433
 @pytest.mark.parametrize("what", ["step_s", "bytes"])
 def test_closed_forms_order_settings_as_graphs_do(what):
     cfg = replace(JOB, model=LARGE, train=TrainConfig(global_batch_size=16, seq_len=4096))
-    forms = {e.candidate: e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut())}
+    forms = {e.candidate: e for e in all_forms(PlanRequest(cfg), sizes(cfg))}
     close = []
     for candidate in SETTINGS:
         real = getattr(graphs(cfg, candidate), what)
@@ -203,7 +203,7 @@ def test_lora_has_no_gradients_and_moments_of_frozen_parameters(candidate, tmp_p
     LlamaConfig(vocab_size=8192, num_key_value_heads=4, **sizes_of_model).save_pretrained(tmp_path)
     model = FolderConfig(str(tmp_path), init="random", lora=LoraConfig(rank=8))
     cfg = replace(JOB, model=model)
-    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut()) if e.candidate == candidate)
+    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg)) if e.candidate == candidate)
     (real,) = compiled.estimate(cfg, candidate, [cfg.cluster])
     assert form.memory["parameters"] == pytest.approx(real.memory["buffers"] + real.memory["parameters"], rel=0.01)
     assert form.least_bytes <= real.bytes == pytest.approx(form.bytes, rel=0.25)
@@ -217,7 +217,7 @@ def test_averages_of_weights_need_memory(mesh):
     plain, averaged = (compiled.estimate(c, Candidate(mesh, 2, "full"), [c.cluster])[0] for c in (cfg, with_averages))
     count = sizes(cfg).entries / 8
     assert averaged.bytes - plain.bytes == averaged.memory["averages"] == pytest.approx(4 * count, rel=0.5 * (mesh.pp - 1) + 1e-3)
-    forms = [all_forms(PlanRequest(c, frozenset({"mesh", "train", "passes"})), sizes(c), LeftOut())[0] for c in (cfg, with_averages)]
+    forms = [all_forms(PlanRequest(c, frozenset({"mesh", "train", "passes"})), sizes(c))[0] for c in (cfg, with_averages)]
     assert forms[1].bytes - forms[0].bytes == forms[1].least_bytes - forms[0].least_bytes == pytest.approx(4 * count)
 
 
@@ -250,7 +250,7 @@ def test_a_gather_of_large_parameters_is_a_few_calls():
     mesh = MeshConfig(dp_shard=128, cp=4)
     stated = frozenset({"mesh", "train", "passes"})
     request = PlanRequest(replace(cfg, mesh=mesh, train=replace(cfg.train, microbatches=4)), stated)
-    (form,) = all_forms(request, sizes(cfg), LeftOut())
+    (form,) = all_forms(request, sizes(cfg))
     assert 0.8 < form.step_s / 52.2 < 1.2
 
 
@@ -328,7 +328,7 @@ def test_the_least_bytes_are_a_lower_bound(found):
 @pytest.mark.parametrize("candidate", [*SETTINGS, Candidate(MeshConfig(dp_replicate=2, dp_shard=2, cp=2), 2, "full", method="ring")], ids=str)
 def test_no_setting_needs_less_than_the_lower_bound(candidate, optimizer, max_norm):
     cfg = replace(JOB, optim=replace(JOB.optim, name=optimizer, max_norm=max_norm), model=replace(SMALL, n_layers=8))
-    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg), LeftOut()) if e.candidate == candidate)
+    (form,) = (e for e in all_forms(PlanRequest(cfg), sizes(cfg)) if e.candidate == candidate)
     (real,) = compiled.estimate(cfg, candidate, [cfg.cluster])
     assert form.least_bytes <= real.bytes
 

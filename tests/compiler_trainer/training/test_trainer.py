@@ -302,10 +302,8 @@ def rank_0(monkeypatch):
     """Return a function that plays a broadcast from a rank 0 with other values."""
 
     def play(*values):
-        monkeypatch.setattr(prepare.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(prepare, "from_rank_0", lambda value: values)
         monkeypatch.setattr(prepare, "rank", lambda: 1)
-        broadcast = "broadcast_object_list"
-        monkeypatch.setattr(prepare.dist, broadcast, lambda own, src: own.__setitem__(slice(None), values))
 
     return play
 
