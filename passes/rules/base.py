@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,25 @@ def bind_sizes(dims: Sequence[tuple[Names, ...]], shapes: Sequence[Sequence[int]
     return sizes
 
 
+def numbered(shape: Sequence[int], tag: str = "d", ones: bool = False) -> tuple[Names, ...]:
+    """Return one factor for each dim, `d0`, `d1`, ...; without `ones`, dims of size 1 have none."""
+    return tuple((f"{tag}{i}",) if ones or n != 1 else () for i, n in enumerate(shape))
+
+
+def aligned(shape: Sequence[int], dims: Sequence[Names]) -> tuple[Names, ...]:
+    """Return the factors of a tensor that is broadcast to `dims`; dims of size 1 have none."""
+    return tuple(names if n != 1 else () for n, names in zip(shape, dims[len(dims) - len(shape) :], strict=True))
+
+
+def of_dims(
+    node: fx.Node, operands: Sequence[Sequence[Names]], results: Sequence[Sequence[Names]], **fields: Any
+) -> Rule:
+    """Make a rule from the dims of all tensors, whose shapes give the factors' sizes, and other fields of `Rule`."""
+    shapes = [*(ir.example(n).shape for n in tensor_operands(node)), *result_shapes(node)]
+    dims = [tuple(names) for names in (*operands, *results)]
+    return Rule(tuple(dims[: len(operands)]), tuple(dims[len(operands) :]), bind_sizes(dims, shapes), **fields)
+
+
 def from_text(text: str) -> RuleMaker:
     """Make a rule from a `text` like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`).
 
@@ -218,11 +237,7 @@ def check_clauses(clauses: Sequence[Sequence[str]], letters: Collection[str], op
 
 def opaque(node: fx.Node) -> Rule:
     """Return the rule of an operator without a rule: every operand is needed in full."""
-    shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
-    outs = result_shapes(node)
-    operands, results = (
-        tuple(tuple((f"{kind}{i}.{j}",) for j in range(len(s))) for i, s in enumerate(group))
-        for kind, group in (("i", shapes), ("o", outs))
-    )
-    sizes = bind_sizes([*operands, *results], [*shapes, *outs])
-    return Rule(operands, results, sizes, whole=frozenset(sizes))
+    operands = [numbered(ir.example(n).shape, f"i{k}.", ones=True) for k, n in enumerate(tensor_operands(node))]
+    results = [numbered(shape, f"o{k}.", ones=True) for k, shape in enumerate(result_shapes(node))]
+    rule = of_dims(node, operands, results)
+    return replace(rule, whole=frozenset(rule.sizes))

@@ -10,8 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.ir import ir
-from passes.rules.base import Rule, RuleMaker, from_text, result_shapes, tensor_operands, zero_if_zero
-from passes.rules.pointwise import broadcast_dims
+from passes.rules.base import (
+    Rule,
+    RuleMaker,
+    aligned,
+    from_text,
+    numbered,
+    of_dims,
+    result_shapes,
+    tensor_operands,
+    zero_if_zero,
+)
 
 aten = torch.ops.aten
 MULTIPLE = 16  # CUDA's float8 kernel takes matrices whose inner dim and columns are multiples of it
@@ -62,23 +71,14 @@ def matmul(node: fx.Node) -> Rule:
     """Make the rule of matmul with broadcast leading dims."""
     a, b = (tuple(ir.example(n).shape) for n in tensor_operands(node))
     (out,) = result_shapes(node)
-    lead = out[: len(out) - (len(a) > 1) - (len(b) > 1)]
-    result = [(f"d{i}",) if n != 1 else () for i, n in enumerate(lead)]
-
-    def leading(shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-        skip = len(lead) - len(shape)
-        return [result[skip + i] if n != 1 else () for i, n in enumerate(shape)]
-
     rows, cols = ([("m",)] if len(a) > 1 else []), ([("n",)] if len(b) > 1 else [])
-    left = (*leading(a[:-2]), *rows, ("k",))
-    right = (*leading(b[:-2]), ("k",), *cols)
-    sizes = {f"d{i}": n for i, n in enumerate(lead) if n != 1} | {"k": a[-1]}
-    sizes |= ({"m": a[-2]} if rows else {}) | ({"n": b[-1]} if cols else {})
-    return Rule(
-        (left, right),
-        ((*result, *rows, *cols),),
-        sizes,
-        {"k": "sum"},
+    lead = numbered(out[: len(out) - len(rows) - len(cols)])
+    left, right = (*aligned(a[:-2], lead), *rows, ("k",)), (*aligned(b[:-2], lead), ("k",), *cols)
+    return of_dims(
+        node,
+        [left, right],
+        [(*lead, *rows, *cols)],
+        reduced={"k": "sum"},
         linear=frozenset([frozenset([0]), frozenset([1])]),
         pad_out=zero_if_zero,
     )
@@ -86,13 +86,10 @@ def matmul(node: fx.Node) -> Rule:
 
 def distances(node: fx.Node) -> Rule:
     """Make the rule of cdist of x[..., m, k] and y[..., n, k], with broadcast leading dims."""
-    shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
-    (out,) = result_shapes(node)
-    left, right = broadcast_dims([shape[:-2] for shape in shapes], out[:-2])
-    lead = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(out[:-2]))
-    sizes = {f"d{i}": n for i, n in enumerate(out[:-2])} | {"m": out[-2], "n": out[-1], "k": shapes[0][-1]}
-    dims = (*left, ("m",), ("k",)), (*right, ("n",), ("k",))
-    return Rule(dims, ((*lead, ("m",), ("n",)),), sizes, whole=frozenset("k"))
+    lead = numbered(result_shapes(node)[0][:-2])
+    left, right = (aligned(ir.example(n).shape[:-2], lead) for n in tensor_operands(node))
+    operands = [(*left, ("m",), ("k",)), (*right, ("n",), ("k",))]
+    return of_dims(node, operands, [(*lead, ("m",), ("n",))], whole=frozenset("k"))
 
 
 def rules() -> dict[str, RuleMaker]:

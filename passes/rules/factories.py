@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes.ir.operators import name_of
-from passes.rules.base import Rule, RuleMaker, opaque, result_shapes
+from passes.rules.base import Rule, RuleMaker, numbered, of_dims, opaque, result_shapes
 
 VALUES = {"zeros": 0.0, "ones": 1.0, "empty": None}
 
@@ -14,10 +14,10 @@ def uniform(node: fx.Node) -> Rule:
     """Make the rule of a tensor of equal entries, of which each rank creates its share."""
     (shape,), name = result_shapes(node), name_of(node)
     value = VALUES[name] if name in VALUES else float(node.args[1])  # type: ignore[arg-type]
-    return Rule(
-        (),
-        (tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape)),),
-        {f"d{i}": n for i, n in enumerate(shape) if n != 1},
+    return of_dims(
+        node,
+        [],
+        [numbered(shape)],
         resize=lambda args, local: (list(local), *args[1:]),
         pad_out=lambda fills: value,
         uniform=True,

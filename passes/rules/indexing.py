@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, fx
 
@@ -9,7 +11,17 @@ from passes.ir import ir
 from passes.ir.layout import locate
 from passes.ir.operators import argument
 from passes.ir.spec import Factor, Spec
-from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
+from passes.rules.base import (
+    Names,
+    Rule,
+    RuleMaker,
+    aligned,
+    numbered,
+    of_dims,
+    result_shapes,
+    same_fill,
+    tensor_operands,
+)
 from passes.trace.builder import Builder
 
 aten = torch.ops.aten
@@ -79,17 +91,15 @@ def gather(node: fx.Node) -> Rule:
     """
     x, index = tensor_operands(node)
     dim = node.args[1] % ir.example(x).dim()  # type: ignore[operator]
-    shape, out = tuple(ir.example(x).shape), tuple(ir.example(index).shape)
-    names = tuple((f"d{i}",) for i in range(len(shape)))
-    sizes = {f"d{i}": n for i, n in enumerate(shape)}
+    shape, out = ir.example(x).shape, ir.example(index).shape
+    names = numbered(shape, ones=True)
     cut = {i for i in range(len(shape)) if i != dim and out[i] != shape[i]}
-    sizes |= {f"o{i}": out[i] for i in cut | {dim}}
     index_names = tuple((f"o{i}",) if i in cut | {dim} else n for i, n in enumerate(names))
-    return Rule(
-        (names, index_names),
-        (index_names,),
-        sizes,
-        {f"d{dim}": "sum"},
+    return of_dims(
+        node,
+        [names, index_names],
+        [index_names],
+        reduced={f"d{dim}": "sum"},
         whole=frozenset(f"{k}{i}" for i in cut for k in "do"),
         linear=frozenset([frozenset([0])]),
         pad_safe={1: 0.0},
@@ -114,16 +124,12 @@ def emit_gather(
 
 def index_select(node: fx.Node) -> Rule:
     """Make the rule of a 1-D index: the indexed dim cannot be sharded."""
-    x, index = tensor_operands(node)
-    shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
-    dim = node.args[1] % len(shape)  # type: ignore[operator]
-    names = [(f"d{i}",) for i in range(len(shape))]
-    result = [("i",) if k == dim else n for k, n in enumerate(names)]
-    sizes = {f"d{i}": n for i, n in enumerate(shape)} | {"i": out[dim]}
-    return Rule(
-        (tuple(names), (("i",),)),
-        (tuple(result),),
-        sizes,
+    names = numbered(ir.example(tensor_operands(node)[0]).shape, ones=True)
+    dim = node.args[1] % len(names)  # type: ignore[operator]
+    return of_dims(
+        node,
+        [names, [("i",)]],
+        [[("i",) if k == dim else n for k, n in enumerate(names)]],
         whole=frozenset([f"d{dim}"]),
         linear=frozenset([frozenset([0])]),
         pad_safe={1: 0.0},
@@ -132,50 +138,37 @@ def index_select(node: fx.Node) -> Rule:
 
 def index(node: fx.Node) -> Rule:
     """Make the rule of x[i, j, :]: the indexed dims of x cannot be sharded; others, and the indices' dims, can."""
-    x, *indices = tensor_operands(node)
-    shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
-    indexed = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    free = [d for d in range(len(shape)) if d not in indexed]
-    rank = len(out) - len(free)  # dims of the broadcast indices
-    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0  # position of these dims in the result
-    index_dims = tuple(_names("i", out[first : first + rank]))
-    names = [(f"d{d}",) for d in range(len(shape))]
-    free_names = [names[d] for d in free]
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {
-        f"i{k}": n for k, n in enumerate(out[first : first + rank]) if n != 1
-    }
-    dims = [_broadcast(tuple(ir.example(i).shape), index_dims) for i in indices]
-    return Rule(
-        (tuple(names), *dims),
-        ((*free_names[:first], *index_dims, *free_names[first:]),),
-        sizes,
-        whole=frozenset(f"d{d}" for d in indexed),
+    names, index_dims, entries, free = indexed_dims(node)
+    return of_dims(
+        node,
+        [names, *index_dims],
+        [entries],
+        whole=frozenset(name for (name,) in names) - free,
         linear=frozenset([frozenset([0])]),
-        pad_safe={i: 0.0 for i in range(1, 1 + len(indices))},
+        pad_safe={i: 0.0 for i in range(1, 1 + len(index_dims))},
     )
 
 
-def _names(tag: str, shape: tuple[int, ...]) -> list[Names]:
-    return [(f"{tag}{k}",) if n != 1 else () for k, n in enumerate(shape)]
-
-
-def _broadcast(shape: tuple[int, ...], full: tuple[Names, ...]) -> tuple[Names, ...]:
-    return tuple(names if n != 1 else () for n, names in zip(shape, full[len(full) - len(shape) :], strict=True))
+def indexed_dims(node: fx.Node) -> tuple[tuple[Names, ...], list[tuple[Names, ...]], tuple[Names, ...], set[str]]:
+    """Return the dims of x, of each index, and of x[i, j, :], and the factors of x's dims that are not indexed."""
+    names = numbered(ir.example(node.args[0]).shape, ones=True)
+    shapes = {d: ir.example(i).shape for d, i in enumerate(node.args[1]) if i is not None}  # type: ignore[arg-type]
+    free = [n for d, n in enumerate(names) if d not in shapes]
+    at = min(shapes) if max(shapes) - min(shapes) == len(shapes) - 1 else 0  # of the indices' dims in x[i, j, :]
+    broadcast = numbered(torch.broadcast_shapes(*shapes.values()), "i")
+    entries = (*free[:at], *broadcast, *free[at:])
+    return names, [aligned(shape, broadcast) for shape in shapes.values()], entries, {name for (name,) in free}
 
 
 def scatter(node: fx.Node) -> Rule:
     """Make the rule of scatter and scatter_add: neither the dim nor any dim that the index shortens can be sharded."""
     x, *others = tensor_operands(node)
     shape, dim = tuple(ir.example(x).shape), node.args[1] % ir.example(x).dim()  # type: ignore[operator]
-    sizes = {f"d{d}": n for d, n in enumerate(shape)}
     full_dims = [d for d, n in enumerate(shape) if d != dim and all(ir.example(o).shape[d] == n for o in others)]
-    dims = []
-    for k, other in enumerate(others):
-        sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in full_dims}
-        dims.append(tuple((f"d{d}",) if d in full_dims else (f"o{k}.{d}",) for d in range(len(shape))))
-    names = tuple((f"d{d}",) for d in range(len(shape)))
-    whole = frozenset(sizes) - {f"d{d}" for d in full_dims}
-    return Rule((names, *dims), (names,), sizes, whole=whole, pad_safe={1: 0.0})
+    names = numbered(shape, ones=True)
+    dims = [[n if d in full_dims else (f"o{k}.{d}",) for d, n in enumerate(names)] for k in range(len(others))]
+    rule = of_dims(node, [names, *dims], [names], pad_safe={1: 0.0})
+    return replace(rule, whole=frozenset(rule.sizes) - {f"d{d}" for d in full_dims})
 
 
 def searchsorted(node: fx.Node) -> Rule:
@@ -186,12 +179,10 @@ def searchsorted(node: fx.Node) -> Rule:
     line, *others = tensor_operands(node)
     is_line = ir.example(line).dim() == 1
     values = others[: int("Scalar" not in node.target._overloadname)]  # type: ignore[union-attr]
-    shape = result_shapes(node)[0]
-    names = tuple((f"d{d}",) for d in range(len(shape)))
+    names = numbered(result_shapes(node)[0], ones=True)
     ordered = (("k",),) if is_line else (*names[:-1], ("k",))
-    dims = (ordered, *(names for _ in values), *(ordered for _ in others[len(values) :]))
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"k": ir.example(line).shape[-1]}
-    return Rule(dims, (names,), sizes, whole=frozenset("k"))
+    dims = [ordered, *(names for _ in values), *(ordered for _ in others[len(values) :])]
+    return of_dims(node, dims, [names], whole=frozenset("k"))
 
 
 def bucketize(node: fx.Node) -> Rule:
@@ -205,15 +196,12 @@ def bucketize(node: fx.Node) -> Rule:
 
 def slice_scatter(node: fx.Node) -> Rule:
     """Make the rule of x with a slice of one dim overwritten: that dim cannot be sharded."""
-    x, _ = tensor_operands(node)
-    shape = tuple(ir.example(x).shape)
-    dim = argument(node, "dim") % len(shape)
-    names = tuple((f"d{d}",) for d in range(len(shape)))
-    part_dims = tuple(("s",) if d == dim else n for d, n in enumerate(names))
-    return Rule(
-        (names, part_dims),
-        (names,),
-        {f"d{d}": n for d, n in enumerate(shape)} | {"s": ir.example(tensor_operands(node)[1]).shape[dim]},
+    names = numbered(result_shapes(node)[0], ones=True)
+    dim = argument(node, "dim") % len(names)
+    return of_dims(
+        node,
+        [names, [("s",) if d == dim else n for d, n in enumerate(names)]],
+        [names],
         whole=frozenset([f"d{dim}", "s"]),
         linear=frozenset([frozenset([0, 1])]),
         pad_out=same_fill,
@@ -222,26 +210,15 @@ def slice_scatter(node: fx.Node) -> Rule:
 
 def index_put(node: fx.Node) -> Rule:
     """Make the rule of writing or adding to x[i, j, :]: only the dims of x that are not indexed can be sharded."""
-    x, *indices, value = tensor_operands(node)
-    shape = tuple(ir.example(x).shape)
-    indexed = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    free = [d for d in range(len(shape)) if d not in indexed]
-    index_shape = torch.broadcast_shapes(*(ir.example(i).shape for i in indices))
-    first = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0  # position of the indices' dims in value
-    index_dims = tuple(_names("i", index_shape))
-    names = tuple((f"d{d}",) for d in range(len(shape)))
-    free_names = [names[d] for d in free]
-    value_dims = (*free_names[:first], *index_dims, *free_names[first:])
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(index_shape) if n != 1}
-    dims = [_broadcast(tuple(ir.example(i).shape), index_dims) for i in indices]
-    return Rule(
-        (names, *dims, _broadcast(tuple(ir.example(value).shape), value_dims)),
-        (names,),
-        sizes,
-        whole=frozenset(sizes) - {f"d{d}" for d in free},
-        linear=frozenset([frozenset([0, len(indices) + 1])]),
+    names, index_dims, entries, free = indexed_dims(node)
+    rule = of_dims(
+        node,
+        [names, *index_dims, aligned(ir.example(tensor_operands(node)[-1]).shape, entries)],
+        [names],
+        linear=frozenset([frozenset([0, len(index_dims) + 1])]),
         pad_out=lambda fills: same_fill([fills[0], fills[-1]]),
     )
+    return replace(rule, whole=frozenset(rule.sizes) - free)
 
 
 def rules() -> dict[str, RuleMaker]:

@@ -21,7 +21,7 @@ from passes.ir.order import Order
 from passes.ir.spec import Spec
 from passes.ops import linear_attention as ops
 from passes.ops import reshard
-from passes.rules.base import Rule, RuleMaker, bind_sizes, parse_dims
+from passes.rules.base import Rule, RuleMaker, of_dims, parse_dims
 from passes.trace.builder import Builder
 
 OF_ATTENTION = {"q": "bthk", "k": "bthk", "v": "bthv", "decay": "bthk", "beta": "bth", "starts": "bt"}
@@ -33,13 +33,10 @@ def rule(node: fx.Node, dims: dict[str, str], result: str, whole: str, emit: Any
     """Make a rule from the dims of each argument, absent ones left out; only `cp` may shard t."""
     present = {name: x for name, x in zip(dims, node.args, strict=False) if isinstance(x, fx.Node)}
     operands = [parse_dims(dims[name], 0)[: ir.example(x).dim()] for name, x in present.items()]
-    results = [parse_dims(result, 0)]
-    shapes = [tuple(ir.example(x).shape) for x in (*present.values(), node)]
-    sizes = bind_sizes([*operands, *results], shapes)
-    return Rule(
-        tuple(operands),
-        tuple(results),
-        sizes,
+    return of_dims(
+        node,
+        operands,
+        [parse_dims(result, 0)],
         whole=frozenset(whole),
         only={"t": frozenset({SEQUENCE_AXIS})},
         pad_safe={i: 0.0 for i, name in enumerate(present) if name in HARMLESS},

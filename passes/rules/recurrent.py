@@ -5,11 +5,13 @@ They stay one operator until gradients are traced; `passes/autograd/joint.py` th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import fx
 
-from passes.ir import ir
 from passes.ir.operators import name_of
-from passes.rules.base import Names, Rule, RuleMaker, opaque, result_shapes, tensor_operands
+from passes.rules.base import Names, Rule, RuleMaker, of_dims, opaque
 
 RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
@@ -22,21 +24,15 @@ def recurrent(node: fx.Node) -> Rule:
     if node.target._overloadname != "input":  # type: ignore[union-attr]
         return opaque(node)
     states = 2 if name_of(node) == "lstm" else 1
-    shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
-    outs = result_shapes(node)
-    batch_dims = [0 if node.args[-1] else 1, *[1] * states]  # the dim of the batch, in operands and results
-    sizes = {"b": shapes[0][batch_dims[0]]}
+    batch_dims = dict(enumerate([0 if node.args[-1] else 1, *[1] * states]))  # number of the operand or result -> dim
 
-    def name_dims(tag: str, group: list[tuple[int, ...]]) -> tuple[tuple[Names, ...], ...]:
-        dims = []
-        for k, shape in enumerate(group):
-            batch = batch_dims[k] if k < len(batch_dims) else -1
-            dims.append(tuple(("b",) if d == batch else (f"{tag}{k}.{d}",) for d in range(len(shape))))
-            sizes.update({f"{tag}{k}.{d}": n for d, n in enumerate(shape) if d != batch})
-        return tuple(dims)
+    def with_batch(group: Sequence[Sequence[Names]]) -> list[list[Names]]:
+        pairs = enumerate(group)
+        return [[("b",) if d == batch_dims.get(k) else names for d, names in enumerate(dims)] for k, dims in pairs]
 
-    operands, results = name_dims("i", shapes), name_dims("o", outs)
-    return Rule(operands, results, sizes, whole=frozenset(sizes) - {"b"})
+    whole = opaque(node)
+    rule = of_dims(node, with_batch(whole.operands), with_batch(whole.results))
+    return replace(rule, whole=frozenset(rule.sizes) - {"b"})
 
 
 def rules() -> dict[str, RuleMaker]:

@@ -9,7 +9,18 @@ from torch import fx
 
 from passes.ir import ir
 from passes.ir.spec import Spec
-from passes.rules.base import Names, Rule, RuleMaker, from_text, result_shapes, same_fill, tensor_operands, zero_if_zero
+from passes.rules.base import (
+    Names,
+    Rule,
+    RuleMaker,
+    from_text,
+    numbered,
+    of_dims,
+    result_shapes,
+    same_fill,
+    tensor_operands,
+    zero_if_zero,
+)
 from passes.trace.builder import Builder
 
 TABLE = {
@@ -84,16 +95,15 @@ def _local_groups(args: tuple, shape: tuple[int, ...]) -> tuple:
 
 def constant_pad(node: fx.Node) -> Rule:
     """Make the rule of adding or cutting entries at the ends of dims: those dims cannot be sharded."""
-    (x,), (out,) = tensor_operands(node), result_shapes(node)
+    (x,) = tensor_operands(node)
     shape, pad = tuple(ir.example(x).shape), node.args[1]
     value = node.args[2] if len(node.args) > 2 else 0
     changed = {len(shape) - 1 - i // 2 for i, n in enumerate(pad) if n}  # type: ignore[arg-type]
-    names = [(f"d{d}",) for d in range(len(shape))]
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"o{d}": out[d] for d in changed}
-    return Rule(
-        (tuple(names),),
-        (tuple((f"o{d}",) if d in changed else n for d, n in enumerate(names)),),
-        sizes,
+    names = numbered(shape, ones=True)
+    return of_dims(
+        node,
+        [names],
+        [[(f"o{d}",) if d in changed else n for d, n in enumerate(names)]],
         whole=frozenset(f"{tag}{d}" for d in changed for tag in "do"),
         linear=frozenset([frozenset([0])]) if value == 0 else frozenset(),
         pad_out=lambda fills: same_fill([*fills, float(value)]),  # type: ignore[arg-type]
@@ -102,15 +112,13 @@ def constant_pad(node: fx.Node) -> Rule:
 
 def windows(node: fx.Node) -> Rule:
     """Make the rule of Tensor.unfold: windows of a dim, which cannot be sharded, become a last dim."""
-    (x,), (out,) = tensor_operands(node), result_shapes(node)
-    shape = tuple(ir.example(x).shape)
-    dim = node.args[1] % len(shape)  # type: ignore[operator]
-    names = [(f"d{d}",) for d in range(len(shape))]
-    result = [("o",) if d == dim else n for d, n in enumerate(names)]
-    return Rule(
-        (tuple(names),),
-        ((*result, ("k",)),),
-        {f"d{d}": n for d, n in enumerate(shape)} | {"o": out[dim], "k": out[-1]},
+    (x,) = tensor_operands(node)
+    names = numbered(ir.example(x).shape, ones=True)
+    dim = node.args[1] % len(names)  # type: ignore[operator]
+    return of_dims(
+        node,
+        [names],
+        [(*(("o",) if d == dim else n for d, n in enumerate(names)), ("k",))],
         whole=frozenset({f"d{dim}", "o", "k"}),
         linear=frozenset([frozenset([0])]),
         pad_out=same_fill,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,10 +13,23 @@ from torch import fx
 from passes.ir import ir
 from passes.ir.operators import argument, name_of
 from passes.ir.spec import Spec
-from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands, zero_if_zero
+from passes.rules.base import (
+    Names,
+    Rule,
+    RuleMaker,
+    aligned,
+    numbered,
+    of_dims,
+    result_shapes,
+    same_fill,
+    tensor_operands,
+    zero_if_zero,
+)
 from passes.trace.builder import Builder
 
 aten = torch.ops.aten
+# fields of the rule of an operator whose result has the operand's own entries
+REARRANGED: dict[str, Any] = {"linear": frozenset([frozenset([0])]), "pad_out": same_fill, "moves": True}
 
 
 def split_shapes(a: Sequence[int], b: Sequence[int]) -> tuple[list[Names], list[Names], dict[str, int]]:
@@ -55,39 +70,30 @@ def _fused_tail(a, b, dims, sizes, i, j):
     return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes
 
 
-def _rearrangement(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str, int], **options) -> Rule:
-    full = frozenset(name for name in sizes if name.endswith("!"))
-    return Rule(
-        (tuple(dims),),
-        (tuple(out),),
-        sizes,
-        whole=full | options.pop("whole", frozenset()),
-        linear=frozenset([frozenset([0])]),
-        pad_out=same_fill,
-        moves=True,
-        **options,
-    )
-
-
 def reshape(node: fx.Node) -> Rule:
     """Make the rule of view, reshape, flatten, squeeze, unsqueeze: the same entries in the same order."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
     if ir.example(x).dtype != ir.example(node).dtype:
         return reinterpretation(node)
     dims, out_dims, sizes = split_shapes(ir.example(x).shape, out)
-    return _rearrangement(dims, out_dims, sizes, emit=emit_reshape)
+    return Rule(
+        (tuple(dims),),
+        (tuple(out_dims),),
+        sizes,
+        whole=frozenset(name for name in sizes if name.endswith("!")),
+        emit=emit_reshape,
+        **REARRANGED,
+    )
 
 
 def reinterpretation(node: fx.Node) -> Rule:
     """Make the rule of a view of the same bits in another dtype: if its width differs, the last dim is whole."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
-    shape = tuple(ir.example(x).shape)
-    names: list[Names] = [(f"d{i}",) for i in range(len(shape))]
-    changed = len(shape) > 0 and shape[-1] != out[-1]
-    result = [*names[:-1], ("o",)] if changed else names
-    sizes = {f"d{i}": n for i, n in enumerate(shape)} | ({"o": out[-1]} if changed else {})
-    whole = frozenset({f"d{len(shape) - 1}", "o"}) if changed else frozenset()
-    return Rule((tuple(names),), (tuple(result),), sizes, whole=whole, pad_safe={0: 0.0}, pad_out=zero_if_positive_zero)
+    names = result = numbered(ir.example(x).shape, ones=True)
+    if names and ir.example(x).shape[-1] != out[-1]:
+        result = (*names[:-1], ("o",))
+    whole = frozenset({*names[-1], "o"}) if result != names else frozenset()
+    return of_dims(node, [names], [result], whole=whole, pad_safe={0: 0.0}, pad_out=zero_if_positive_zero)
 
 
 def zero_if_positive_zero(fills: Sequence[float | None]) -> float | None:
@@ -105,22 +111,24 @@ def emit_reshape(
 def permute(node: fx.Node) -> Rule:
     """Make the rule of transpose, permute, movedim, t; calling it on a tensor of distinct sizes gives the order."""
     (x,) = tensor_operands(node)
-    shape = tuple(ir.example(x).shape)
-    marks = torch.empty([i + 2 for i in range(len(shape))], device="meta")
+    names = numbered(ir.example(x).shape)
+    marks = torch.empty([i + 2 for i in range(len(names))], device="meta")
     order = [n - 2 for n in node.target(marks, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
-    names: list[Names] = [(f"d{i}",) if n != 1 else () for i, n in enumerate(shape)]
-    return _rearrangement(names, [names[i] for i in order], {f"d{i}": n for i, n in enumerate(shape) if n != 1})
+    return of_dims(node, [names], [[names[i] for i in order]], **REARRANGED)
 
 
 def expand(node: fx.Node) -> Rule:
     """Make the rule of expand: new leading dims and dims of size 1 are repeated; each rank repeats its own share."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
-    shape = tuple(ir.example(x).shape)
-    lead = len(out) - len(shape)
-    dims = [(f"d{lead + i}",) if n != 1 else () for i, n in enumerate(shape)]
-    sizes = {f"d{i}": n for i, n in enumerate(out) if n != 1}
-    rule = _rearrangement(dims, [(f"d{i}",) if n != 1 else () for i, n in enumerate(out)], sizes, emit=emit_expand)
-    return Rule(**{**rule.__dict__, "moves": False})
+    dims = numbered(out)
+    return of_dims(
+        node,
+        [aligned(ir.example(x).shape, dims)],
+        [dims],
+        linear=frozenset([frozenset([0])]),
+        pad_out=same_fill,
+        emit=emit_expand,
+    )
 
 
 def emit_expand(
@@ -134,26 +142,17 @@ def cut(node: fx.Node) -> Rule:
     """Make the rule of slice, select, split, chunk, narrow: the dim cannot be sharded unless all of it is kept."""
     (x,) = tensor_operands(node)
     shape, outs = tuple(ir.example(x).shape), result_shapes(node)
-    removed_dims = len(shape) - len(outs[0])
     dim = argument(node, "dim") % len(shape)
-    names: list[Names] = [(f"d{i}",) if n != 1 or i == dim else () for i, n in enumerate(shape)]
-    sizes = {f"d{i}": n for i, n in enumerate(shape) if names[i]}
-    results, full = [], set()
-    for k, out in enumerate(outs):
-        if removed_dims:
-            results.append(tuple(n for i, n in enumerate(names) if i != dim))
-        elif out[dim] == shape[dim] and name_of(node) == "slice":
-            return _rearrangement(names, names, sizes, resize=_keep_whole_slice)
-        else:
-            sizes[f"o{k}"] = out[dim]
-            full.add(f"o{k}")
-            results.append(tuple((f"o{k}",) if i == dim else n for i, n in enumerate(names)))
-        full.add(f"d{dim}")
-    return Rule(
-        (tuple(names),),
-        tuple(results),
-        sizes,
-        whole=frozenset(full),
+    before, after = numbered(shape)[:dim], numbered(shape)[dim + 1 :]
+    operand = (*before, ("c",), *after)
+    if name_of(node) == "slice" and outs[0] == shape:
+        return of_dims(node, [operand], [operand], resize=_keep_whole_slice, **REARRANGED)
+    parts = [[(f"o{k}",)] if len(out) == len(shape) else [] for k, out in enumerate(outs)]
+    return of_dims(
+        node,
+        [operand],
+        [(*before, *part, *after) for part in parts],
+        whole=frozenset({"c", *(name for part in parts for (name,) in part)}),
         linear=frozenset([frozenset([0])]),
         pad_out=same_fill,
     )
@@ -167,24 +166,14 @@ def _keep_whole_slice(args: tuple, shape: tuple[int, ...]) -> tuple:
 def join(node: fx.Node) -> Rule:
     """Make the rule of cat and stack: the joined dim cannot be sharded."""
     operands, (out,) = tensor_operands(node), result_shapes(node)
-    rank = len(out)
-    dim = argument(node, "dim") % rank
-    is_stack = ir.example(operands[0]).dim() < rank
-    sizes = {f"d{i}": n for i, n in enumerate(out) if i != dim and n != 1} | {"j": out[dim]}
-    names: list[Names] = [("j",) if i == dim else (f"d{i}",) if n != 1 else () for i, n in enumerate(out)]
-    dims, full = [], {"j"}
-    for k, operand in enumerate(operands):
-        if is_stack:
-            dims.append(tuple(n for i, n in enumerate(names) if i != dim))
-            continue
-        sizes[f"c{k}"] = ir.example(operand).shape[dim]
-        full.add(f"c{k}")
-        dims.append(tuple((f"c{k}",) if i == dim else n for i, n in enumerate(names)))
-    return Rule(
-        tuple(dims),
-        (tuple(names),),
-        sizes,
-        whole=frozenset(full),
+    dim = argument(node, "dim") % len(out)
+    before, after = numbered(out)[:dim], numbered(out)[dim + 1 :]
+    parts = [[(f"c{k}",)] if ir.example(x).dim() == len(out) else [] for k, x in enumerate(operands)]
+    return of_dims(
+        node,
+        [(*before, *part, *after) for part in parts],
+        [(*before, ("j",), *after)],
+        whole=frozenset({"j", *(name for part in parts for (name,) in part)}),
         linear=frozenset([frozenset(range(len(operands)))]),
         pad_out=same_fill,
     )
@@ -202,32 +191,24 @@ def along_dim(node: fx.Node) -> Rule:
     dims = argument(node, "dim", argument(node, "dims"))
     scan_dims = {d % len(shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
     scan_dims = scan_dims or set(range(len(shape)))  # roll without dims uses all of them
-    names = tuple((f"d{i}",) for i in range(len(shape)))
-    sizes = {f"d{i}": n for i, n in enumerate(shape)}
-    results = []
-    for k, out in enumerate(result_shapes(node)):
-        changed = {i for i in range(len(shape)) if out[i] != shape[i]}
-        sizes |= {f"o{k}.{i}": out[i] for i in changed}
-        results.append(tuple((f"o{k}.{i}",) if i in changed else n for i, n in enumerate(names)))
-    return Rule(
-        tuple(names for _ in operands),
-        tuple(results),
-        sizes,
-        whole=frozenset([f"d{i}" for i in scan_dims] + [n for n in sizes if n.startswith("o")]),
-        pad_safe={0: 0.0} if name_of(node) in SOFTMAX else {},
-    )
+    names = numbered(shape, ones=True)
+    results = [
+        [names[i] if n == shape[i] else (f"o{k}.{i}",) for i, n in enumerate(out)]
+        for k, out in enumerate(result_shapes(node))
+    ]
+    rule = of_dims(node, [names for _ in operands], results, pad_safe={0: 0.0} if name_of(node) in SOFTMAX else {})
+    return replace(rule, whole=frozenset(rule.sizes) - {f"d{i}" for i in range(len(shape)) if i not in scan_dims})
 
 
 def diagonal(node: fx.Node) -> Rule:
     """Make the rule of a diagonal of two dims, which cannot be sharded, as a last dim."""
-    (x,), (out,) = tensor_operands(node), result_shapes(node)
-    shape, arguments = tuple(ir.example(x).shape), (*node.args[1:], *(0, 0, 1)[len(node.args) - 1 :])
-    pair = {d % len(shape) for d in arguments[1:]}  # type: ignore[operator]
-    names = tuple((f"d{d}",) for d in range(len(shape)))
-    return Rule(
-        (names,),
-        ((*(n for d, n in enumerate(names) if d not in pair), ("o",)),),
-        {f"d{d}": n for d, n in enumerate(shape)} | {"o": out[-1]},
+    (x,), arguments = tensor_operands(node), (*node.args[1:], *(0, 0, 1)[len(node.args) - 1 :])
+    names = numbered(ir.example(x).shape, ones=True)
+    pair = {d % len(names) for d in arguments[1:]}  # type: ignore[operator]
+    return of_dims(
+        node,
+        [names],
+        [(*(n for d, n in enumerate(names) if d not in pair), ("o",))],
         whole=frozenset({f"d{d}" for d in pair} | {"o"}),
         linear=frozenset([frozenset([0])]),
         pad_out=same_fill,
@@ -237,13 +218,10 @@ def diagonal(node: fx.Node) -> Rule:
 def as_pairs(node: fx.Node) -> Rule:
     """Make the rule of view_as_complex and view_as_real, which remove or add a last dim of size 2."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
-    shape = tuple(ir.example(x).shape)
-    longer = max(shape, out, key=len)
-    names: list[Names] = [(f"d{i}",) if n != 1 else () for i, n in enumerate(longer[:-1])]
-    dims, results = (names if len(s) < len(longer) else [*names, ("pair",)] for s in (shape, out))
-    sizes = {f"d{i}": n for i, n in enumerate(longer[:-1]) if n != 1} | {"pair": 2}
+    names = numbered(min(ir.example(x).shape, out, key=len))
+    dims, results = (names if n == len(names) else (*names, ("pair",)) for n in (ir.example(x).dim(), len(out)))
     first = frozenset([frozenset([0])])
-    return Rule((tuple(dims),), (tuple(results),), sizes, whole=frozenset({"pair"}), linear=first, pad_out=zero_if_zero)
+    return of_dims(node, [dims], [results], whole=frozenset({"pair"}), linear=first, pad_out=zero_if_zero)
 
 
 def rules() -> dict[str, RuleMaker]:
