@@ -16,6 +16,7 @@ from passes.rules.base import (
     Rule,
     RuleMaker,
     aligned,
+    from_text,
     numbered,
     of_dims,
     result_shapes,
@@ -29,25 +30,9 @@ aten = torch.ops.aten
 
 def embedding(node: fx.Node) -> Rule:
     """Make the rule of weight[v, d] looked up by ids[...]: if v is sharded, other ranks' rows are 0, a partial sum."""
-    by_frequency = argument(node, "scale_grad_by_freq")
-    (_, d), ids = (tuple(ir.example(n).shape) for n in tensor_operands(node))
-    dims = tuple((f"i{k}",) if n != 1 else () for k, n in enumerate(ids))
-    weight = tensor_operands(node)[0]
-    sizes = {f"i{k}": n for k, n in enumerate(ids) if n != 1} | {"v": ir.example(weight).shape[0], "d": d}
-    return Rule(
-        ((("v",), ("d",)), dims),
-        ((*dims, ("d",)),),
-        sizes,
-        {"v": "sum"},
-        whole=frozenset(dims_names(dims) | {"v"} if by_frequency else ()),
-        linear=frozenset([frozenset([0])]),
-        pad_safe={1: 0.0},
-        emit=emit_embedding,
-    )
-
-
-def dims_names(dims: tuple[Names, ...]) -> set[str]:
-    return {name for names in dims for name in names}
+    rule = from_text("vd, ... -> ...d; sum v; linear 0")(node)
+    whole = frozenset(rule.sizes) - {"d"} if argument(node, "scale_grad_by_freq") else frozenset()
+    return replace(rule, whole=whole, pad_safe={1: 0.0}, emit=emit_embedding)
 
 
 def emit_embedding(
@@ -185,15 +170,6 @@ def searchsorted(node: fx.Node) -> Rule:
     return of_dims(node, dims, [names], whole=frozenset("k"))
 
 
-def bucketize(node: fx.Node) -> Rule:
-    """Make the rule of x and bucket boundaries, which cannot be sharded."""
-    x, limits = tensor_operands(node)
-    shape = tuple(ir.example(x).shape)
-    names = tuple((f"d{d}",) for d in range(len(shape)))
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"k": ir.example(limits).shape[0]}
-    return Rule((names, (("k",),)), (names,), sizes, whole=frozenset("k"))
-
-
 def slice_scatter(node: fx.Node) -> Rule:
     """Make the rule of x with a slice of one dim overwritten: that dim cannot be sharded."""
     names = numbered(result_shapes(node)[0], ones=True)
@@ -224,7 +200,7 @@ def index_put(node: fx.Node) -> Rule:
 def rules() -> dict[str, RuleMaker]:
     """Return operator name -> rule, for look-ups."""
     return {
-        "bucketize": bucketize,
+        "bucketize": from_text("..., k -> ...; whole k"),  # k counts the buckets' boundaries
         "embedding": embedding,
         "gather": gather,
         "index": index,

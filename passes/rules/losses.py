@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from passes.ir import ir
 from passes.ir.operators import name_of
 from passes.ir.spec import Spec
-from passes.rules.base import Rule, RuleMaker, emit_of, tensor_operands
+from passes.rules.base import Rule, RuleMaker, emit_of, from_text, tensor_operands
 from passes.trace.builder import Builder
 
 aten = torch.ops.aten
@@ -26,19 +28,11 @@ def cross_entropy_loss(node: fx.Node) -> Rule:
     Padded rows get the ignored label. Raises CompileError for any other form of the loss.
     """
     logits, target = tensor_operands(node)[:2]
-    rows, classes = ir.example(logits).shape
     reduction = node.args[3] if len(node.args) > 3 else 1
     if reduction != SUM or ir.example(target).dim() != 1 or len(tensor_operands(node)) > 2:
         raise ir.CompileError("shard", node, "cross_entropy_loss other than a plain sum reached the rules")
-    return Rule(
-        ((("n",), ("c",)), (("n",),)),
-        ((),),
-        {"n": rows, "c": classes},
-        {"n": "sum"},
-        whole=frozenset("c"),
-        pad_safe={0: 0.0},  # rows of -inf would give gradients of NaN
-        emit=emit_cross_entropy,
-    )
+    rule = from_text("nc, n -> ; sum n; whole c")(node)
+    return replace(rule, pad_safe={0: 0.0}, emit=emit_cross_entropy)  # rows of -inf would give gradients of NaN
 
 
 def emit_cross_entropy(
@@ -55,20 +49,10 @@ def linear_cross_entropy(node: fx.Node) -> Rule:
 
     The logits are hidden weight^T + bias.
     """
-    hidden, weight, labels, *bias = tensor_operands(node)
-    (n, d), c = ir.example(hidden).shape, ir.example(weight).shape[0]
-    classes, features, tokens = ("c",), ("d",), ("n",)
     name = name_of(node)
-    is_summed = name == LINEAR_CROSS_ENTROPY
-    return Rule(
-        ((tokens, features), (classes, features), (tokens,), *[(classes,)] * len(bias)),
-        ((),) if is_summed else ((tokens,),),
-        {"n": n, "c": c, "d": d},
-        {"n": "sum", "c": "sum"} if is_summed else {"c": "sum"},
-        whole=frozenset("d"),
-        pad_out=lambda fills: 0.0,  # padding has the ignored label
-        emit=emit_of(name),
-    )
+    result = "; sum n c" if name == LINEAR_CROSS_ENTROPY else "n; sum c"
+    rule = from_text(f"nd, cd, n, c -> {result}; whole d")(node)
+    return replace(rule, pad_out=lambda fills: 0.0, emit=emit_of(name))  # padding has the ignored label
 
 
 def linear_divergences(node: fx.Node) -> Rule:
@@ -76,18 +60,8 @@ def linear_divergences(node: fx.Node) -> Rule:
 
     Padding tokens have finite divergences, of any value.
     """
-    hidden, weight, theirs, _ = tensor_operands(node)
-    (n, d), c, e = ir.example(hidden).shape, ir.example(weight).shape[0], ir.example(theirs).shape[1]
-    tokens, classes, features, their_features = ("n",), ("c",), ("d",), ("e",)
-    return Rule(
-        ((tokens, features), (classes, features), (tokens, their_features), (classes, their_features)),
-        ((tokens,),),
-        {"n": n, "c": c, "d": d, "e": e},
-        {"c": "sum"},
-        whole=frozenset("de"),
-        pad_safe={0: 0.0, 2: 0.0},
-        emit=emit_of(LINEAR_DIVERGENCES),
-    )
+    rule = from_text("nd, cd, ne, ce -> n; sum c; whole d e")(node)
+    return replace(rule, pad_safe={0: 0.0, 2: 0.0}, emit=emit_of(LINEAR_DIVERGENCES))
 
 
 def rules() -> dict[str, RuleMaker]:

@@ -34,12 +34,10 @@ FEATURES = "uvwxyz"  # factors of dims other than tokens and rows
 
 def histogram(node: fx.Node) -> Rule:
     """x[n] -> counts[e] of the entries in each of e bins of a given range."""
-    x, bins, low, high = (*node.args, *(100, 0, 0)[len(node.args) - 1 :])
-    size = ir.example(x).shape[0] if ir.example(x).dim() == 1 and low < high else None  # type: ignore
-    if size is None:
+    x, _, low, high = (*node.args, *(100, 0, 0)[len(node.args) - 1 :])
+    if ir.example(x).dim() != 1 or low >= high:  # type: ignore[arg-type, operator]
         return opaque(node)
-    sizes = {"n": size, "e": bins}
-    return Rule(((("n",),),), ((("e",),),), sizes, {"n": "sum"}, whole=frozenset("e"), pad_in=high + 1)  # type: ignore
+    return replace(from_text("n -> e; sum n; whole e")(node), pad_in=high + 1)  # type: ignore[operator]
 
 
 # ---- tokens to rows, and back --------------------------------------------------------------------------------
