@@ -12,9 +12,8 @@ before the operator that would otherwise count it. Sizes among an operator's arg
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,8 @@ from passes.ir.stages import Stage
 from passes.ops import reshard
 from passes.ops.shift import divisors
 from passes.rules import Rule, tensor_operands
-from passes.sharding.atoms import common_sizes, merge_dim, split_dim
+from passes.rules.base import Names
+from passes.sharding.atoms import merge_dim, refine
 from passes.sharding.convert import convert
 from passes.sharding.custom import emit
 from passes.sharding.propagate import Decision, Plan
@@ -284,11 +284,17 @@ class Partitioner:
         """Return the padded dims of operand `i` along factors that the operator itself reduces."""
         if rule.emit is not None:
             return []
-        return [
-            d
-            for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
-            if any(f.padded(self.program.mesh) for f in reduced_factors(names, dim, rule, self.program.mesh))
-        ]
+        mesh = self.program.mesh
+        atoms = refine(replace(rule, operands=(rule.operands[i],)), [spec.dims], [0], mesh)
+
+        def folds_padding(names: Names, factors: Dim | None, dim: Dim) -> bool:
+            is_reduced = [atoms.origin(name) in rule.reduced for name in names]
+            if factors is None:  # a shard cuts an atom
+                return any(is_reduced) and any(f.padded(mesh) for f in dim)
+            return any(f.padded(mesh) for f in itertools.compress(factors, is_reduced))
+
+        dims = zip(atoms.operands[0], atoms.factors[0], spec.dims)
+        return [d for d, dim in enumerate(dims) if folds_padding(*dim)]
 
     # -- versions of a value ----------------------------------------------------------------------
 
@@ -353,41 +359,19 @@ class Partitioner:
 
 def operand_dims(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
     """Return the dims of a rearranged operand that give the wanted result; None if this cuts a shard."""
-    factors: dict[str, Sequence[Factor]] = {}
-    for names, dim in zip(rule.results[0], wanted.dims):
-        pieces = group_factors(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh)
-        if pieces is None:
-            return None
-        factors |= dict(zip(names, pieces))
-    operand_factors = {n: factors.pop(n, (Factor(rule.sizes[n]),)) for names in rule.operands[0] for n in names}
-    if any(f.axes for leftover in factors.values() for f in leftover):  # a sharded factor that the operand lacks
+    reverse = replace(rule, operands=rule.results, results=rule.operands)
+    atoms = refine(reverse, [wanted.dims], [0], mesh)
+    if None in atoms.factors[0]:
+        return None
+    wanted_dims = zip(atoms.operands[0], atoms.factors[0])
+    factors = {name: factor for names, dim in wanted_dims for name, factor in zip(names, dim or ())}
+    of_operand = {name for names in atoms.results[0] for name in names}
+    if any(factor.axes for name, factor in factors.items() if name not in of_operand):
         return None
     return tuple(
-        merge_dim((f for n in names for f in operand_factors[n]), mesh) or (Factor(1),) for names in rule.operands[0]
+        merge_dim((factors.get(name, Factor(atoms.sizes[name])) for name in names), mesh) or (Factor(1),)
+        for names in atoms.results[0]
     )
-
-
-def group_factors(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:
-    """Group a dim's factors by name, in the order of `sizes`; None if this cuts a shard."""
-    cut = common_sizes(sizes, [f.size for f in dim]) if sizes else []
-    pieces = split_dim(dim, [size for size in cut if size > 1], mesh) if cut is not None else None
-    if pieces is None:
-        return None
-    supply, groups = iter(pieces), []
-    for size in sizes:
-        group: list[Factor] = []
-        while math.prod(f.size for f in group) < size:
-            group.append(next(supply))
-        groups.append(group or [Factor(1)])
-    return groups
-
-
-def reduced_factors(names: Sequence[str], dim: Dim, rule: Rule, mesh: Mesh) -> Iterable[Factor]:
-    """Return the factors of a dim that the operator reduces; all if it reduces any and names cut the dim's shards."""
-    groups = group_factors(dim, [rule.sizes[n] for n in names], mesh)
-    if groups is None:
-        return dim if any(n in rule.reduced for n in names) else ()
-    return (factor for name, factors in zip(names, groups) for factor in factors if name in rule.reduced)
 
 
 def is_reduction(rule: Rule) -> bool:
