@@ -10,7 +10,7 @@ An operator takes queries, keys and values first, and returns one row for each q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from passes.context.call import AttentionCall
 from passes.ir import ir
 from passes.ir.mesh import SEQUENCE_AXIS
 from passes.ir.spec import Spec
-from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, tensor_operands
+from passes.rules.base import Names, Rule, RuleMaker, aligned, of_dims, tensor_operands
 from passes.torch_private import OpOverload
 from passes.trace.builder import Builder
 
@@ -115,30 +115,26 @@ def attention_rule(node: fx.Node, *others: str, **options: Any) -> Rule:
 
     Args:
         node: the call of the operator.
-        others: the dims of each operand after the values, spelled in b, h, s, or 1.
+        others: the dims of each operand after the values, spelled in b, h, s, t (keys, not sharded), or 1.
         options: other fields of the `Rule`.
     """
-    q, k, v, *more_nodes = tensor_operands(node)
+    q, k, _, *more_nodes = tensor_operands(node)
     (b, h, s, _), (_, g, t, _) = (tuple(ir.example(x).shape) for x in (q, k))
     lead: Names = ("b",) if b != 1 else ()
     heads: Names = ("g", "r") if h != g else ("g",)
     query, key = ("s", "s") if s == t else ("q", "k")
     queries, keys = (lead, heads, (query,)), (lead, ("g",), (key,))
-    dims = [(*queries, ("e",)), (*keys, ("e",)), (*keys, ("f",))]
-    sizes = bind_sizes(dims, [list(ir.example(x).shape) for x in (q, k, v)])
-    names = {"b": lead, "h": heads, "s": (query,), "1": ()}
-    return Rule(
-        (*dims, *(dims_of(x, [names[letter] for letter in text]) for x, text in zip(more_nodes, others, strict=True))),
-        ((*queries, ("f",)),),
-        sizes,
+    names: dict[str, Names] = {"b": lead, "h": heads, "s": (query,), "t": ("k",), "1": ()}
+    more = [
+        aligned(ir.example(x).shape, [names[letter] for letter in text])
+        for x, text in zip(more_nodes, others, strict=True)
+    ]
+    return of_dims(
+        node,
+        [(*queries, ("e",)), (*keys, ("e",)), (*keys, ("f",)), *more],
+        [(*queries, ("f",))],
         **{"whole": frozenset({"k", "e", "f"}), "only": {query: CONTEXT}, "exchange": ("g", "r")} | options,
     )
-
-
-def dims_of(x: fx.Node, names: Sequence[Names]) -> tuple[Names, ...]:
-    """Return the dims of an operand, aligned with the end of `names`; dims of size 1 are not sharded."""
-    shape = ir.example(x).shape
-    return tuple(() if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
 
 
 def heads_repeated(op: OpOverload) -> Callable[..., Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.context import attention
-from passes.context.attention import CONTEXT, AttentionKernel, AttentionOp, Nodes, Specs, dims_of, repeat_heads
+from passes.context.attention import AttentionKernel, AttentionOp, Nodes, Specs, attention_rule, repeat_heads
 from passes.context.call import AttentionCall, Pairs
 from passes.context.context import gather, ring_attention
 from passes.context.kernels import pad_to_width, scale_of
@@ -19,7 +19,7 @@ from passes.ir import ir
 from passes.ir.layout import entries, to_rank_order
 from passes.ir.slices import constant
 from passes.ir.spec import Factor
-from passes.rules.base import Names, Rule, bind_sizes, result_shapes, tensor_operands
+from passes.rules.base import Rule, tensor_operands
 from passes.trace.builder import Builder
 
 aten = torch.ops.aten
@@ -41,33 +41,14 @@ def is_causal(node: fx.Node) -> bool:
 
 
 def scaled_dot_product_attention(node: fx.Node) -> Rule:
-    """Return the rule q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; GQA: r > 1.
+    """Return the rule of a call in four dims, whose dropout, if any, has been written out.
 
-    If there are not as many keys as queries, keys stay unsharded; queries too under a causal mask, which numbers them.
+    If there are not as many keys as queries, queries too stay unsharded under a causal mask, which numbers them.
     """
-    q, k, v, *masks = tensor_operands(node)
-    shapes = [tuple(ir.example(n).shape) for n in (q, k, v)]
-    rank = len(shapes[0])
-    lead = tuple((f"b{i}",) if n != 1 else () for i, n in enumerate(shapes[0][: rank - 3]))
-    heads: Names = ("g", "r") if rank >= 4 and shapes[0][-3] != shapes[1][-3] else ("g",)
-    itself = rank == 4 and shapes[0][-2] == shapes[1][-2]
-    query, key = ("s", "s") if itself else ("q", "k")
-    q_dims = (*lead, *([heads] if rank >= 3 else []), (query,), ("e",))
-    k_dims = (*lead, *([("g",)] if rank >= 3 else []), (key,), ("e",))
-    v_dims = (*k_dims[:-1], ("f",))
-    out_dims = (*q_dims[:-1], ("f",))
-    sizes = bind_sizes([q_dims, k_dims, v_dims], [[n for n in s] for s in shapes]) | {"k": shapes[1][-2]}
-    masks_dims = [dims_of(mask, (*q_dims[:-1], ("k",))) for mask in masks]
-    assert result_shapes(node)[0][-1] == sizes["f"]
-    numbered = {query} if arguments(node).get("dropout_p") or (is_causal(node) and not itself) else set()
-    return Rule(
-        (q_dims, k_dims, v_dims, *masks_dims),
-        (out_dims,),
-        sizes,
-        whole=frozenset({"k", "e", "f"} | numbered),
-        only={query: CONTEXT},
-        exchange=("g", "r"),
-    )
+    q, k, _, *masks = tensor_operands(node)
+    are_numbered = is_causal(node) and ir.example(q).shape[-2] != ir.example(k).shape[-2]
+    whole = frozenset({"k", "e", "f"} | ({"q"} if are_numbered else set()))
+    return attention_rule(node, *["bhst"] * len(masks), whole=whole)
 
 
 def attention_in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, **options) -> Tensor:

@@ -310,10 +310,11 @@ def _divides_by_zero(node: fx.Node) -> bool:
 
 
 def attention_written(node: fx.Node, record: AttentionOp, parts: int) -> Any:
-    """Return the function to write an attention call as: its record's, or one that repeats key heads for `parts`."""
+    """Return the function to write an attention call as: as its record says, with key heads repeated for `parts`."""
     q, k = (ir.example(n) for n in node.args[:2])
     too_few = q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
-    return record.written(node) or (heads_repeated(record.op) if too_few else None)
+    written = record.written(node)
+    return heads_repeated(written or record.op) if too_few else written
 
 
 # always written as these functions

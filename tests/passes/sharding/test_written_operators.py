@@ -18,7 +18,14 @@ def normed(x, mean, var, training=False, **options):
     return F.batch_norm(x, mean.detach(), var.detach(), training=training, **options)
 
 
+def attended_twice(q, k, v):
+    """Attend in five dims with fewer key heads than ranks: both calls get four dims, and repeated key heads."""
+    once = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return once + F.scaled_dot_product_attention(q * 2, k, v, is_causal=True, enable_gqa=True)
+
+
 WRITTEN = {
+    "attention in five dims": [(attended_twice, (real(2, 3, 6, 5, 4), real(2, 3, 2, 5, 4), real(2, 3, 2, 5, 3)))],
     "batch norm": [(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (IMAGE, real(4), real(4))), (bound(F.batch_norm, None, None, training=True), (X,)),
                    (bound(F.batch_norm, None, None, training=True), (LINE,)), (normed, (IMAGE, real(4), unit(4)))],
     "bilinear": [(F.bilinear, (real(8, 3), real(8, 4), real(5, 3, 4), real(5))), (F.bilinear, (real(2, 8, 3), real(2, 8, 4), real(1, 3, 4)))],
