@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -33,41 +35,26 @@ REARRANGED: dict[str, Any] = {"linear": frozenset([frozenset([0])]), "pad_out": 
 
 
 def split_shapes(a: Sequence[int], b: Sequence[int]) -> tuple[list[Names], list[Names], dict[str, int]]:
-    """Return the dims of two shapes of equal count in common factors, major to minor, and the factors' sizes."""
-    dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in a], [[] for _ in b])
+    """Return the dims of two shapes of equal count in common factors, major to minor, and the factors' sizes.
+
+    Between two places at which a dim of each shape ends, factors are common up to an end that does not divide the other
+    shape's next; from there on each shape has factors of its own, named with `!`, which cannot be sharded.
+    """
     sizes: dict[str, int] = {}
-    i = j = 0
-    left, right = (a[0] if a else 1), (b[0] if b else 1)
-    while i < len(a) and j < len(b):
-        if left == 1 or right == 1:
-            if left == 1:
-                i += 1
-                left = a[i] if i < len(a) else 1
-            else:
-                j += 1
-                right = b[j] if j < len(b) else 1
-            continue
-        size = math.gcd(left, right)
-        if size == min(left, right):
-            name = f"f{len(sizes)}"
-            sizes[name] = size
-            dims[0][i].append(name)
-            dims[1][j].append(name)
-            left, right = left // size, right // size
-            continue
-        return _fused_tail(a, b, dims, sizes, i, j)
-    return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes
-
-
-def _fused_tail(a, b, dims, sizes, i, j):
-    """Give the remaining dims, which share no factors, separate factors that cannot be sharded."""
-    for side, shape, start, tag in ((0, a, i, "x"), (1, b, j, "y")):
-        for k in range(start, len(shape)):
-            product = math.prod(sizes[n] for n in dims[side][k])
-            if shape[k] // product > 1:
-                sizes[f"{tag}{k}!"] = shape[k] // product
-                dims[side][k].append(f"{tag}{k}!")
-    return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes
+    ends = [list(accumulate(shape, operator.mul, initial=1)) for shape in (a, b)]  # 1, a[0], a[0] * a[1], ...
+    factors: tuple[dict[int, str], ...] = ({}, {})  # of each shape: start -> name
+    for low, high in pairwise(sorted({*ends[0]} & {*ends[1]})):
+        cuts = sorted({end for shape in ends for end in shape if low <= end <= high})
+        common = [*takewhile(lambda cut: all(next(e for e in shape if e >= cut) % cut == 0 for shape in ends), cuts)]
+        for shape, names, tag in zip(ends, factors, "xy"):
+            for start, end in pairwise([*common, *(cut for cut in cuts if cut > common[-1] and cut in shape)]):
+                names[start] = f"f{start}" if end <= common[-1] else f"{tag}{start}!"
+                sizes[names[start]] = end // start
+    dims, out_dims = (
+        [tuple(name for at, name in names.items() if start <= at < end) for start, end in pairwise(shape)]
+        for shape, names in zip(ends, factors)
+    )
+    return dims, out_dims, sizes
 
 
 def reshape(node: fx.Node) -> Rule:

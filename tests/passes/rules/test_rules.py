@@ -214,6 +214,7 @@ LOCAL_VIEWS = {
     "split and merge heads": (lambda x: x.unflatten(1, (5, 4)).transpose(0, 1).transpose(0, 1).flatten(1), real(3, 20), 1,
                               (Factor(5, ("tp",)), Factor(4))),
     "merge inner": (lambda x: x.flatten(1, 2), real(3, 5, 4), 2, (Factor(4, ("tp",)),)),
+    "behind dims that share no factor": (lambda x: x.reshape(6, 4, 7), real(4, 6, 7), 2, (Factor(7, ("tp",)),)),
     "transpose": (lambda x: x.transpose(0, 2), real(3, 5, 7), 2, (Factor(7, ("tp",)),)),
     "permute, unsqueeze": (lambda x: x.permute(2, 0, 1).unsqueeze(1), real(3, 5, 7), 1, (Factor(5, ("tp",)),)),
 }
