@@ -31,10 +31,10 @@ from passes.ir.bodies import Body, Piece, base_of, cut_out, insert_call, is_site
 from passes.ir.layer import Layer
 from passes.ir.operators import is_view, name_of
 from passes.ir.stages import Stage
-from passes.rules.pointwise import rules as pointwise_rules
+from passes.rules import pointwise
 
 LONGEST_LINE = 2**31  # entries: kernels of flat bodies count in 32 bits
-ELEMENTWISE = frozenset({*pointwise_rules(), "copy_"})
+ELEMENTWISE = frozenset({*pointwise.RULES, "copy_"})
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ FAMILIES = (
     views,
 )  # fmt: skip
 for _family in FAMILIES:
-    _rules = _family.rules()
-    if _twice := RULES.keys() & _rules.keys():
+    if _twice := RULES.keys() & _family.RULES.keys():
         raise ValueError(f"operators with two rules: {sorted(_twice)}")
-    RULES |= _rules
+    RULES |= _family.RULES
 OURS = frozenset(RULES)
 
 

@@ -92,11 +92,9 @@ def distances(node: fx.Node) -> Rule:
     return of_dims(node, operands, [(*lead, ("m",), ("n",))], whole=frozenset("k"))
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for matmuls."""
-    return {name: from_text(text) for name, text in TABLE.items()} | {
-        "_cdist_forward": distances,
-        "linear": linear,
-        "matmul": matmul,
-        "_scaled_mm": scaled_product,
-    }
+RULES: dict[str, RuleMaker] = {name: from_text(text) for name, text in TABLE.items()} | {
+    "_cdist_forward": distances,
+    "linear": linear,
+    "matmul": matmul,
+    "_scaled_mm": scaled_product,
+}

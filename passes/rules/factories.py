@@ -24,7 +24,7 @@ def uniform(node: fx.Node) -> Rule:
     )
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for factories."""
-    created = dict.fromkeys("full zeros ones empty".split(), uniform)
-    return created | dict.fromkeys("arange scalar_tensor eye linspace".split(), opaque)
+RULES: dict[str, RuleMaker] = {
+    **dict.fromkeys("full zeros ones empty".split(), uniform),
+    **dict.fromkeys("arange scalar_tensor eye linspace".split(), opaque),
+}

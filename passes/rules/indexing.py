@@ -197,17 +197,15 @@ def index_put(node: fx.Node) -> Rule:
     return replace(rule, whole=frozenset(rule.sizes) - free)
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for look-ups."""
-    return {
-        "bucketize": from_text("..., k -> ...; whole k"),  # k counts the buckets' boundaries
-        "embedding": embedding,
-        "gather": gather,
-        "index": index,
-        "index_put": index_put,
-        "index_select": index_select,
-        "scatter": scatter,
-        "scatter_add": scatter,
-        "searchsorted": searchsorted,
-        "slice_scatter": slice_scatter,
-    }
+RULES: dict[str, RuleMaker] = {
+    "bucketize": from_text("..., k -> ...; whole k"),  # k counts the buckets' boundaries
+    "embedding": embedding,
+    "gather": gather,
+    "index": index,
+    "index_put": index_put,
+    "index_select": index_select,
+    "scatter": scatter,
+    "scatter_add": scatter,
+    "searchsorted": searchsorted,
+    "slice_scatter": slice_scatter,
+}

@@ -187,6 +187,4 @@ def sendable(x: Tensor) -> Tensor:
     return x.int() if x.dtype is torch.bool else x
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule."""
-    return {"ct::linear_attention": attention, "ct::causal_conv1d": convolution}
+RULES: dict[str, RuleMaker] = {"ct::linear_attention": attention, "ct::causal_conv1d": convolution}

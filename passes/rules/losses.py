@@ -64,7 +64,8 @@ def linear_divergences(node: fx.Node) -> Rule:
     return replace(rule, pad_safe={0: 0.0, 2: 0.0}, emit=emit_of(LINEAR_DIVERGENCES))
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for losses."""
-    in_chunks = {**dict.fromkeys(CROSS_ENTROPIES, linear_cross_entropy), LINEAR_DIVERGENCES: linear_divergences}
-    return {"cross_entropy_loss": cross_entropy_loss, **in_chunks}
+RULES: dict[str, RuleMaker] = {
+    "cross_entropy_loss": cross_entropy_loss,
+    **dict.fromkeys(CROSS_ENTROPIES, linear_cross_entropy),
+    LINEAR_DIVERGENCES: linear_divergences,
+}

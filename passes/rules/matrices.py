@@ -24,7 +24,7 @@ from passes.rules.base import result_shapes
 
 JOINS = ("cat", "stack", "slice_scatter", "index_put", "complex")
 CUTS = ("split", "split_with_sizes", "unbind", "select", "slice")
-PASSED = frozenset({*pointwise.rules(), *reductions.rules(), *views.rules()}) - {"topk", "sort"}
+PASSED = frozenset({*pointwise.RULES, *reductions.RULES, *views.RULES}) - {"topk", "sort"}
 
 Factor = tuple[int, int]  # entries of a dim, and their distance in the product's last dim; 0 for other dims
 Dims = list[list[Factor]]
@@ -66,7 +66,7 @@ def follow(user: fx.Node, node: fx.Node, dims: Dims) -> Dims | None:
                 return None
             factors |= zip(names, groups)
         return [[factor for name in names for factor in factors[name]] for names in rule.results[0]]
-    is_alike = name_of(user) in pointwise.rules() and ir.example(user).shape == ir.example(node).shape
+    is_alike = name_of(user) in pointwise.RULES and ir.example(user).shape == ir.example(node).shape
     return dims if is_alike else None
 
 

@@ -144,6 +144,9 @@ def _is_single(value: object) -> bool:
     return not isinstance(value, fx.Node) or ir.example(value).numel() == 1
 
 
+RULES: dict[str, RuleMaker] = dict.fromkeys((UNARY + " " + BINARY).split(), rule)
+
+
 def rules() -> dict[str, RuleMaker]:
     """Return operator name -> rule, for all elementwise operators."""
-    return {name: rule for name in (UNARY + " " + BINARY).split()}
+    return RULES

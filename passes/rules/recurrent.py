@@ -35,6 +35,4 @@ def recurrent(node: fx.Node) -> Rule:
     return replace(rule, whole=frozenset(rule.sizes) - {"b"})
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for recurrent networks."""
-    return dict.fromkeys(RECURRENT, recurrent)
+RULES: dict[str, RuleMaker] = dict.fromkeys(RECURRENT, recurrent)

@@ -66,12 +66,10 @@ def normalize(node: fx.Node) -> Rule:
     )
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for reductions and norms."""
-    table: dict[str, RuleMaker] = dict.fromkeys(REDUCTIONS, reduction)
-    table |= dict.fromkeys(
-        "amin kthvalue mean median var std  argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),
-        full_reduction,
-    )
-    table |= dict.fromkeys(("max", "min"), extremum)
-    return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)
+FULL = "amin kthvalue mean median var std argmax argmin prod logsumexp linalg_vector_norm all var_mean"
+RULES: dict[str, RuleMaker] = {
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(FULL.split(), full_reduction),
+    **dict.fromkeys(("max", "min"), extremum),
+    **dict.fromkeys(("rms_norm", "layer_norm"), normalize),
+}

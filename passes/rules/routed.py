@@ -271,16 +271,14 @@ def _emit_of_expert(builder: Builder, node: fx.Node, operands: Nodes, specs: Spe
     return builder.call(routed.of_group, (table, _ends(builder, groups, table), groups))
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return the rules for rows sorted by expert, by operator name."""
-    return {
-        "histc": histogram,
-        "ct::dispatch": dispatch,
-        "ct::combine": combine,
-        "ct::groups": groups,
-        "ct::sent": sent,
-        "ct::expert_mm": expert_mm,
-        "ct::of_expert": of_expert,
-        "ct::each_mm": each_mm,
-        "ct::grouped_mm": from_text("rk, ekn, e -> rn; sum k; whole e r; linear 0; linear 1"),
-    }
+RULES: dict[str, RuleMaker] = {
+    "histc": histogram,
+    "ct::dispatch": dispatch,
+    "ct::combine": combine,
+    "ct::groups": groups,
+    "ct::sent": sent,
+    "ct::expert_mm": expert_mm,
+    "ct::of_expert": of_expert,
+    "ct::each_mm": each_mm,
+    "ct::grouped_mm": from_text("rk, ekn, e -> rn; sum k; whole e r; linear 0; linear 1"),
+}

@@ -155,16 +155,13 @@ def require_contiguous(make: RuleMaker) -> RuleMaker:
     return lambda node: replace(make(node), emit=emit_contiguous)
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for images."""
-    table = {name: from_text(text) for name, text in TABLE.items()}
-    for n, lines in WINDOWED.items():
-        for line, names in lines.items():
-            make = from_text(line.format(*WINDOW[n]))
-            table |= dict.fromkeys(names.split(), require_contiguous(make) if line is VALUES_BY_INDEX else make)
-    return table | {
-        "constant_pad_nd": constant_pad,
-        "convolution": convolution,
-        "group_norm": group_norm,
-        "unfold": windows,
-    }
+RULES: dict[str, RuleMaker] = {name: from_text(text) for name, text in TABLE.items()} | {
+    "constant_pad_nd": constant_pad,
+    "convolution": convolution,
+    "group_norm": group_norm,
+    "unfold": windows,
+}
+for _n, _lines in WINDOWED.items():
+    for _line, _names in _lines.items():
+        _make = from_text(_line.format(*WINDOW[_n]))
+        RULES |= dict.fromkeys(_names.split(), require_contiguous(_make) if _line is VALUES_BY_INDEX else _make)

@@ -211,19 +211,15 @@ def as_pairs(node: fx.Node) -> Rule:
     return of_dims(node, [dims], [results], whole=frozenset({"pair"}), linear=first, pad_out=zero_if_zero)
 
 
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for views, cuts, joins and scans."""
-    table: dict[str, RuleMaker] = {}
-    table |= dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split(), reshape)
-    table |= dict.fromkeys("transpose permute t movedim moveaxis swapaxes mT numpy_T".split(), permute)
-    table |= dict.fromkeys("expand".split(), expand)
-    table |= dict.fromkeys("view_as_complex view_as_real".split(), as_pairs)
-    table |= dict.fromkeys("slice select split split_with_sizes unbind".split(), cut)
-    table |= {"diagonal": diagonal}
-    table |= dict.fromkeys("cat stack".split(), join)
-    table |= dict.fromkeys(
-        """cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
-                              logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c""".split(),
-        along_dim,
-    )
-    return table
+ALONG_DIM = """cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
+logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c"""
+RULES: dict[str, RuleMaker] = {
+    **dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split(), reshape),
+    **dict.fromkeys("transpose permute t movedim moveaxis swapaxes mT numpy_T".split(), permute),
+    "expand": expand,
+    **dict.fromkeys("view_as_complex view_as_real".split(), as_pairs),
+    **dict.fromkeys("slice select split split_with_sizes unbind".split(), cut),
+    "diagonal": diagonal,
+    **dict.fromkeys("cat stack".split(), join),
+    **dict.fromkeys(ALONG_DIM.split(), along_dim),
+}
