@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from passes.context.kernels import pad_to_width
 from passes.ops.attend import evaluate
 from passes.torch_private import flex_attention, flex_attention_backward, gradients_inside, graph_of
 
@@ -165,10 +166,6 @@ def gradient_of(change: Callable, read: Sequence[Tensor], q: Tensor) -> Callable
     return graph_of(joint, score, *places, score.clone(), *read)
 
 
-def pad_heads(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, [0, width - x.shape[-1]]) if x.shape[-1] < width else x
-
-
 def widths(q: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the head widths of queries and values that the kernels take.
 
@@ -186,7 +183,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
     """Compute `attend` with FlexAttention."""
     change, mask, read, bounds = kernel_arguments(arguments, k.shape[2])
     wide, value = widths(q, v)
-    tensors = pad_heads(q, wide), pad_heads(k, wide), pad_heads(v, value)
+    tensors = pad_to_width(q, wide), pad_to_width(k, wide), pad_to_width(v, value)
     out, lse = flex_attention(*tensors, change, mask, arguments[4], read, bounds)
     return out[..., : v.shape[-1]].contiguous(), lse * math.log(2)
 
@@ -199,12 +196,12 @@ def backward(
     wide, value = widths(q, v)
     lse = torch.where(lse > -math.inf, lse / math.log(2), 0.0)
     tensors = [
-        pad_heads(q, wide),
-        pad_heads(k, wide),
-        pad_heads(v, value),
-        pad_heads(out, value),
+        pad_to_width(q, wide),
+        pad_to_width(k, wide),
+        pad_to_width(v, value),
+        pad_to_width(out, value),
         lse,
-        pad_heads(gradient, value),
+        pad_to_width(gradient, value),
     ]
     gradients = flex_attention_backward(tensors, change, gradient_of(change, read, q), mask, arguments[4], read, bounds)
     return tuple(new[..., : x.shape[-1]].contiguous() for new, x in zip(gradients, (q, k, v)))

@@ -33,7 +33,7 @@ from passes.ops.routed import Way
 from passes.rules import rule_of, tensor_operands
 from passes.sharding.dispatch import Method, Part, choose, dropped, parts_of
 from passes.sharding.infer import experts_of, products_of_all
-from passes.sharding.normalize import drops_entries
+from passes.sharding.normalize import counts_up, drops_entries
 from passes.trace.editor import Editor
 
 aten = torch.ops.aten
@@ -233,7 +233,8 @@ def count_kind(region: Region, node: fx.Node, name: str, of: Kind) -> Kind | Non
     if of == "ids" and name in ("unsqueeze", "view", "reshape") and ir.example(node).shape == (region.size, 1):
         return "column"
     if of == "column" and name == "eq" and isinstance(node.args[1], fx.Node) and counts_up(node.args[1]):
-        return "hits"
+        numbers = ir.example(node.args[1])
+        return "hits" if numbers.numel() == numbers.shape[-1:].numel() else None  # in one row
     if of == "hits" and name == "sum" and argument(node, "dim") == [0]:
         return "counts"
     return "ends" if of == "counts" and name == "cumsum" else None
@@ -304,17 +305,6 @@ def add_put(region: Region, node: fx.Node) -> None:
             region.kinds[node] = "inverse"
             return
     raise NotRowwise(f"%{node.name} ({ir.source(node)}) puts them elsewhere")
-
-
-def counts_up(node: fx.Node) -> bool:
-    """Return True if a node is 0, 1, 2, ... in one row."""
-    while name_of(node) in ("unsqueeze", "view", "reshape", *SAME):
-        if ir.example(node).numel() != max(ir.example(node).shape[-1:], default=0):
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    if name_of(node) != "arange":
-        return False
-    return (argument(node, "start", 0), argument(node, "step", 1)) == (0, 1)
 
 
 def by_row(region: Region, node: fx.Node) -> bool:

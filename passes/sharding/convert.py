@@ -68,7 +68,6 @@ class _Steps:
         self.partial, self.replicate = dict(before.partial), set(before.replicate)
         self.original = value
         self.cast: torch.dtype | None = None  # a cast that is still to be applied
-        self.spread = False
 
     # -- dims as factors ----------------------------------------------------------------------------
 
@@ -85,8 +84,6 @@ class _Steps:
                 assert pair is not None
             self.groups[d], want = list(pair[0]), list(pair[1])
             target_groups.append(want)
-        if self.spread:
-            raise AssertionError("dims are spread before they are aligned")
         self.spread_dims()
         flat = [f for group in target_groups for f in group]
         index = {axis: (k, i) for k, f in enumerate(flat) for i, axis in enumerate(f.axes)}
@@ -119,14 +116,12 @@ class _Steps:
         shape = [f.local(self.mesh) for group in self.groups for f in group]
         if len(shape) != ir.example(self.value).dim():
             self.value = self.builder.call(aten.reshape.default, (self.value, shape))
-        self.spread = True
 
     def fold_dims(self) -> None:
         """View the value with its factors multiplied back into dims."""
         shape = [math.prod(f.local(self.mesh) for f in group) for group in self.groups]
         if len(shape) != ir.example(self.value).dim():
             self.value = self.builder.call(aten.reshape.default, (self.value, shape))
-        self.spread = False
 
     @property
     def flat(self) -> list[Factor]:

@@ -37,7 +37,9 @@ from passes.torch_private import decomposition
 from passes.trace.editor import Editor, inline, replace_by
 
 aten = torch.ops.aten
-KEEPS_ORDER = ("unsqueeze", "view", "reshape", "_unsafe_view", "to", "_to_copy", "alias", "slice", "expand", "squeeze")
+KEEPS_ORDER = frozenset(
+    "unsqueeze squeeze view reshape _unsafe_view expand slice to _to_copy alias detach clone".split()
+)
 NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
 
 
@@ -263,20 +265,18 @@ def _looks_up_own_rows(node: fx.Node) -> bool:
     x, indices = node.args
     if len(indices) != 2 or None in indices or len(rows := ir.example(x).shape) < 2 or rows[0] == 1:
         return False
-    (n, *tail), is_row_number = ir.example(indices[0]).shape or (0,), _is_row_number(indices[0])
+    (n, *tail), is_row_number = ir.example(indices[0]).shape or (0,), counts_up(indices[0])
     return is_row_number and n == rows[0] and len(tail) + 1 >= ir.example(indices[1]).dim() and math.prod(tail) == 1
 
 
-def _is_row_number(node: fx.Node) -> bool:
+def counts_up(node: fx.Node) -> bool:
     """Return True if a node's entries, in order, are 0, 1, 2, ..."""
     while name_of(node) in KEEPS_ORDER:
-        (source,) = tensor_operands(node)
+        source = tensor_operands(node)[0]
         if ir.example(node).numel() != ir.example(source).numel():
             return False
         node = source
-    if node.op != "call_function" or name_of(node) != "arange":
-        return False
-    return len(node.args) == 1 or node.args[0] == 0 and node.args[2:] in ((), (1,))
+    return name_of(node) == "arange" and (argument(node, "start", 0), argument(node, "step", 1)) == (0, 1)
 
 
 def _is_empty(node: fx.Node) -> bool:

@@ -72,11 +72,12 @@ class Shard(ir.Pass):
                 "passes.rules.add_rule or set passes.shard.strict=false to gather its operands",
             )
         decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
-        how = (ctx, self.reduce_dtype, decide, True, self.context, self.skip_steps, self.balance)
         plan = decide(program)
         if cuts := find_cuts(program, plan):
             plan = decide(program, cuts=cuts)
-        partitioner = Partitioner(program, plan, *how)
+        partitioner = Partitioner(
+            program, plan, ctx, self.reduce_dtype, decide, True, self.context, self.skip_steps, self.balance
+        )
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += [choice.note for choice in partitioner.builder.methods.values()]
