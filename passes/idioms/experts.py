@@ -97,6 +97,7 @@ class Experts(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         notes, sorts, visited, dropped_rows = [], dict[fx.Node, str](), set[fx.Node](), None
+        in_chunks: list[fx.Node] = []
         owners = program.mesh[program.mesh.experts_over] if program.mesh.experts_over else 1
         for node in list(program.calls()):
             if node in visited or not is_sort_of_ids(node):
@@ -111,9 +112,7 @@ class Experts(ir.Pass):
                 way = Way(region.groups, max(region.share.values(), default=1), owners)
                 way, reason = choose(self.dispatch, self.capacity_factor, region.ids, way, program)
                 notes += [f"%{node.name} ({ir.source(node)}): {reason}"] if reason else []
-                if self.chunks > 1 and not way.sources:
-                    fix = "set mesh.ep, and passes.moe.dispatch to dropless or bounded"
-                    raise ir.Refused("experts", node, f"passes.moe.chunks: {self.chunks}, but no rows travel; {fix}")
+                in_chunks += [node] if self.chunks > 1 and way.sources else []
                 edit = Editor.before(region.sort, ctx)
                 parts = parts_of(region.ids, way, self.chunks, edit)
                 if way.drops:
@@ -121,7 +120,7 @@ class Experts(ir.Pass):
                     dropped_rows = term if dropped_rows is None else edit.call(aten.add.Tensor, (dropped_rows, term))
                 rewrite(region, parts, ctx)
                 sorts[node] = reason.partition(":")[0]
-        effects = tuple(self.effects(program, sorts, owners))
+        effects = tuple(self.effects(program, sorts, in_chunks, owners))
         if owners > 1:
             for node in products_of_all(program):
                 node.target = routed.each_mm
@@ -131,8 +130,13 @@ class Experts(ir.Pass):
         program.module.recompile()
         return program, ir.Report({"sorted by expert": len(sorts)}, tuple(notes), effects=effects)
 
-    def effects(self, program: ir.Program, sorts: Mapping[fx.Node, str], owners: int) -> Iterator[ir.Effect]:
-        """Yield the effects of the options, given the method of each layer of experts that is sorted by expert."""
+    def effects(
+        self, program: ir.Program, sorts: Mapping[fx.Node, str], in_chunks: Sequence[fx.Node], owners: int
+    ) -> Iterator[ir.Effect]:
+        """Yield the effects of the options, given the method of each layer of experts that is sorted by expert.
+
+        The rows of the layers `in_chunks` travel in chunks.
+        """
         things, methods = "layers of experts send rows to other ranks", ", ".join(dict.fromkeys(sorts.values()))
         for option, is_asked in (("dispatch", self.dispatch != "auto"), ("chunks", self.chunks > 1)):
             if not sorts and is_asked:
@@ -142,6 +146,11 @@ class Experts(ir.Pass):
             total = program.count(sorts)
             detail = methods if owners > 1 else "each rank has all experts"
             yield ir.Effect("passes.moe.dispatch", total if owners > 1 else 0, things, total, detail)
+            if self.chunks > 1:
+                unmet = "no rows travel; set mesh.ep, and passes.moe.dispatch to dropless or bounded"
+                chunked = program.count(in_chunks)
+                things = "layers of experts send rows in chunks"
+                yield ir.Effect("passes.moe.chunks", chunked, things, total, unmet=unmet)
 
 
 def refuse_unspread(program: ir.Program, count: int, notes: list[str]) -> None:

@@ -404,8 +404,15 @@ def test_tokens_that_are_not_those_of_the_batch_are_gathered_or_refused():
 
 @pytest.mark.parametrize(("mesh", "dispatch"), (({"dp_shard": 2}, "dropless"), (MESHES[0], "auto")))
 def test_chunks_of_what_does_not_travel_are_refused(mesh, dispatch):
-    with pytest.raises(UserError, match="passes.moe.chunks: 2, but no rows travel; set mesh.ep"):
+    with pytest.raises(UserError, match="passes.moe.chunks: 2 has no effect: no rows travel; set mesh.ep"):
         spread(mesh, moe={"dispatch": dispatch, "chunks": 2})
+
+
+def test_a_run_whose_rows_travel_in_chunks_is_evaluated_on_one_rank():
+    batch = sequences()[0]
+    passes = {"moe": {"dispatch": "dropless", "chunks": 2}}
+    step = ct.compile_step(mixture(), squared_error, batch, passes=passes, train=False)
+    assert step.evaluate(batch) == pytest.approx(squared_error(mixture(), batch).item(), rel=1e-12)
 
 
 def test_buffers_that_may_not_hold_all_are_refused():
