@@ -115,8 +115,8 @@ def split(corpus: Corpus, eval_fraction: float, documents_before: int = 0) -> tu
     if 0 < share < (1 + eval_fraction) / 2:
         return corpus, trained, validation
     if corpus.images is not None:  # no image is cut
-        first = last_record(corpus, documents_before)
-        return corpus, np.arange(first), np.arange(first, len(corpus))
+        start = last_record(corpus, documents_before)
+        return corpus, np.arange(start), np.arange(start, len(corpus))
     corpus, tail = cut_tail(corpus, eval_fraction)
     indices = np.arange(len(corpus))
     return corpus, indices[indices != tail], indices[indices == tail]

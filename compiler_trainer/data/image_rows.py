@@ -25,6 +25,7 @@ class ImageRows(OfRows):
     def __init__(self, rows: PackedRows, images: int, image_tokens: int, options: ImageOptions):
         assert rows.corpus.images is not None
         super().__init__(rows)
+        self.packed = rows
         self.images, self.image_tokens, self.options, self.files = images, image_tokens, options, rows.corpus.images
         settings = np.frombuffer(repr((images, options.size, *[image_tokens] * (image_tokens > 0))).encode(), np.uint8)
         fingerprint = hash_arrays(np.frombuffer(rows.facts.fingerprint.encode(), np.uint8), settings)
@@ -37,7 +38,7 @@ class ImageRows(OfRows):
 
     def of_row(self, row: int) -> dict[str, NDArray[Any]]:
         """Return the arrays of a row's images."""
-        numbers = [n for start, end in self.rows.documents(row) for n in self.files.between(start, end)]
+        numbers = [n for start, end in self.packed.documents(row) for n in self.files.between(start, end)]
         processor: Processor = self.options.processor
         seen = [processor.see(self.files.file(number)) for number in numbers]
         return processor.row(seen, self.images, self.image_tokens)
@@ -46,7 +47,7 @@ class ImageRows(OfRows):
         """Return the numbers of images and of their tokens, as text."""
         count, blank = len(self.files.at), self.options.processor.blank
         if self.image_tokens:
-            tokens = int(self.rows.corpus.is_image().sum())
+            tokens = int(self.packed.corpus.is_image().sum())
             each = f"{tokens / max(count, 1):,.0f} tokens each in the mean"
             return f"{count:,} images of {each}, at most {self.images} with {self.image_tokens:,} tokens a row"
         per_image = blank.text.count(self.options.processor.token)

@@ -83,9 +83,9 @@ class Reader:
         self.chat, self.pairs = (cfg.chat, cfg.pairs) if cfg.records != "documents" else self.kind(kinds)
         self.worker = self.worker_of(chat=self.chat, pairs=self.pairs)
 
-    def worker_of(self, **kind: bool) -> Worker:
+    def worker_of(self, chat: bool, pairs: bool) -> Worker:
         """Return a worker for records of a kind, which skips bad ones."""
-        cfg = dataclasses.replace(self.cfg, **kind, bad_records="skip")
+        cfg = dataclasses.replace(self.cfg, chat=chat, pairs=pairs, bad_records="skip")
         recipe = make_recipe(cfg, cfg, self.tokenizer)
         return Worker(recipe._replace(in_place=cfg.stream), recipe.cache.folder)
 

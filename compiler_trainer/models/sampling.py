@@ -57,7 +57,7 @@ def continued(
         drawn = islice(one_by_one(subject, model, prompt, cfg.train.seq_len, sampling), sampling.tokens)
     else:
         is_folder = isinstance(cfg.model, FolderConfig)
-        ends = ends.union(ends_of_answers(Path(folder_of(cfg).path)) if is_folder else ())
+        ends = ends | set(ends_of_answers(Path(folder_of(cfg).path)) if is_folder else ())
         sampling = replace(sampling, tokens=min(sampling.tokens, positions(cfg, subject)[0] - len(prompt)))
         drawn = generated(folder.plain(model), prompt, ends, sampling, inputs=inputs)[0].tolist()
     return list(takewhile(lambda i: i not in ends, drawn))

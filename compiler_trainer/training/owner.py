@@ -146,7 +146,12 @@ class Owners:
 
     def take(self) -> None:
         """Take all locks; raise UserError on every rank if one is held by another run."""
-        try_on_rank_0(lambda: [owner.take() for owner in self.owners])
+
+        def take_all() -> None:
+            for owner in self.owners:
+                owner.take()
+
+        try_on_rank_0(take_all)
 
     def check(self) -> None:
         """Check all locks; raise RunError if another run took a folder."""

@@ -103,8 +103,8 @@ class BoundsCache:
     def bounds(self, attention: Attention) -> Bounds:
         """Return the first and last key that each query sees, i64[b or 1, s]; raises NotAnInterval."""
         q, k, v = map(ir.example, (attention.q, attention.k, attention.v))
-        if reason := why_no_kernel(q, k, v):  # it depends on the tensors, not only on the mask
-            raise NotAnInterval(reason)
+        if obstacle := why_no_kernel(q, k, v):  # it depends on the tensors, not only on the mask
+            raise NotAnInterval(obstacle)
         queries, keys = q.shape[2], v.shape[2]
         key = tuple(attention.masks), attention.zeroed, queries, keys
         if key not in self.results:
