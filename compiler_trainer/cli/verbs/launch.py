@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from compiler_trainer.cli.app import SHORT
 from compiler_trainer.cli.table import VERBS, parser
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.jobs import is_job_file, with_files
@@ -73,7 +74,11 @@ def ranks_of(text: str | None) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (flags of the launcher, arguments of the ranks); these start at the first option or verb."""
-    is_job = [not a.startswith("-") and ("=" in a or a in VERBS or is_job_file(a)) for a in arguments]
+    """Return (flags of the launcher, arguments of the ranks); these start at an option, a verb or training flag."""
+    flags = {*SHORT, *SHORT.values()}
+    is_job = [
+        a.partition("=")[0] in flags or not a.startswith("-") and ("=" in a or a in VERBS or is_job_file(a))
+        for a in arguments
+    ]
     at = is_job.index(True) if True in is_job else len(arguments)
     return list(arguments[:at]), list(arguments[at:])

@@ -18,9 +18,12 @@ from compiler_trainer.cli.verbs.launch import split
     (["-n", "2", "job.yaml", "-m"], ["-n", "2"], ["job.yaml", "-m"]),
     (["-n", "2", "optim.lr=1", "--cfg", "job"], ["-n", "2"], ["optim.lr=1", "--cfg", "job"]),
     (["-n", "2", "--nnodes=2", "resume", "RUN"], ["-n", "2", "--nnodes=2"], ["resume", "RUN"]),
+    (["-n", "2", "--config-dir", "DIR", "model=x"], ["-n", "2"], ["--config-dir", "DIR", "model=x"]),
+    (["-n", "2", "-cd=DIR", "model=x"], ["-n", "2"], ["-cd=DIR", "model=x"]),
+    (["-n", "2", "-m", "optim.lr=1,2"], ["-n", "2"], ["-m", "optim.lr=1,2"]),
     (["-n", "2"], ["-n", "2"], []),
 ])
-def test_flags_are_the_launchers_up_to_the_first_option_or_verb(arguments, flags, job):
+def test_flags_are_the_launchers_up_to_the_first_option_flag_of_training_or_verb(arguments, flags, job):
     assert split(arguments) == (flags, job)
 
 
