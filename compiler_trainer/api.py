@@ -16,7 +16,7 @@ from compiler_trainer.cli.outcome import on_ranks
 from compiler_trainer.config import short_names
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.jobs import choice_of
+from compiler_trainer.config.jobs import as_override, choice_of
 from compiler_trainer.config.options import Own
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import GIVEN, handed
@@ -209,4 +209,4 @@ def composed(groups: Mapping[str, Options]) -> Config:
     names = {name: value for name, value in plain.items() if isinstance(value, str)}
     options = {name: value for name, value in plain.items() if name not in names}
     chosen = names | {name: choice for name, value in options.items() if (choice := choice_of(name, value))}
-    return to_config(compose([*(f"{name}={choice}" for name, choice in chosen.items()), *short], options))
+    return to_config(compose([*(f"{name}={as_override(choice)}" for name, choice in chosen.items()), *short], options))

@@ -122,10 +122,13 @@ def parser(verb: str) -> VerbParser:
 CHECKPOINT = "checkpoint to read: the lowest validation loss, the newest (default), or a folder"
 
 
-def run_parser(verb: str, overrides: bool = False) -> VerbParser:
-    """Return a parser for a verb on a run folder, with `--checkpoint`, and with overrides of options if wanted."""
+def run_parser(verb: str, overrides: bool = False, of: type = Path) -> VerbParser:
+    """Return a parser for a verb on a run folder, with `--checkpoint`, and with overrides of options if wanted.
+
+    The folder is an instance of `of`; a Path would change s3://bucket/model.
+    """
     arg_parser = parser(verb)
-    arg_parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    arg_parser.add_argument("run", type=of, metavar="RUN", help="the run folder")
     arg_parser.add_argument("--checkpoint", metavar="best|latest|PATH", help=CHECKPOINT)
     if overrides:
         arg_parser.add_argument("overrides", nargs="*", default=[], metavar="OPTION=VALUE", help="options that change")

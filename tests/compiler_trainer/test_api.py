@@ -11,6 +11,7 @@ from commands import call
 from short_runs import FakeStep, metrics, timeless
 
 import compiler_trainer as ct
+from compiler_trainer import api
 from compiler_trainer.config import schema
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.targets import GIVEN
@@ -169,3 +170,8 @@ def test_a_run_of_objects_resumes_by_its_script_alone(part, message, fake, tmp_p
     again = {"train": SMALL["train"] | {"steps": 6}, "checkpoint": {"interval": 2, "resume": "auto"}}
     trainer(tmp_path / "run", **{"model": READER} | part | again).train()
     assert [each["step"] for each in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("path", ["/m/qwen(1)", "/m/größe", "Qwen/Qwen3-0.6B"])
+def test_any_path_of_a_model_is_taken_as_it_is(path):
+    assert api.composed({"model": path}).model.path == path

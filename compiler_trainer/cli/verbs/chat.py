@@ -13,6 +13,7 @@ from compiler_trainer.cli.verbs.generate import add_flags, asking, images_of, sa
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import as_override
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.data.chat import prompt_of_chat, prompt_with_images
@@ -29,7 +30,7 @@ IMAGE = "/image "  # what a user types before a file or url, which the next mess
 
 def main(arguments: Sequence[str]) -> None:
     """Answer lines of standard input until it ends; the model sees the whole conversation."""
-    arg_parser = run_parser("chat")
+    arg_parser = run_parser("chat", of=str)
     arg_parser.add_argument("--system", default="", help="a system message before the conversation")
     arg_parser.add_argument("--images", action="store_true", help="of a folder: load the vision-language model")
     add_flags(arg_parser)
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(flag, f"{args.run} is no run folder, and models have no checkpoints; leave it out")
     if is_run and args.images:
         raise UserError("--images", "is for folders of models; a run trained on images sees them, so leave it out")
-    options = options_of(args.run, []) if is_run else options_of_model(str(args.run), args.images)
+    options = options_of(Path(args.run), []) if is_run else options_of_model(args.run, args.images)
     cfg = at_checkpoint(options, args.checkpoint)
     cfg = resolve_auto(cfg, torch.cuda.is_available())
     subject, model = trained_model(cfg, args.ema) if is_run else untrained_model(cfg)
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def options_of_model(path: str, sees: bool) -> Config:
     """Return the options of a model that transformers wrote, with its vision tower if it `sees`; raise UserError."""
-    return to_config(compose(["model=hf", f"model.path={path}", *(["data.images_per_row=1"] if sees else [])]))
+    images = ["data.images_per_row=1"] if sees else []
+    return to_config(compose(["model=hf", f"model.path={as_override(path)}", *images]))
 
 
 def converse(answer: Callable[[list[Message]], str], beginning: list[Message]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from byte_tokenizer import CHATML, write_tokenizer
 from commands import call
 
+from compiler_trainer.cli.verbs import chat
 from compiler_trainer.cli.verbs.chat import converse
 from compiler_trainer.config.errors import UserError
 
@@ -65,6 +66,13 @@ def test_a_model_answers_as_generate_does_after_a_run(model, tmp_path, monkeypat
     typed(monkeypatch, "hi", "and?")
     assert call("chat", model, "--tokens", "5") == 0
     assert printed.err.startswith("qwen3 in ")
+
+
+@pytest.mark.parametrize("path", ["/m/qwen(1)", "/m/a,b", "/m/größe", "/m/it's", "s3://bucket/model", "a{b}", "1e5", "Qwen/Qwen3-0.6B"])
+def test_any_path_of_a_model_is_taken_as_it_is(path, monkeypatch):
+    paths = []
+    monkeypatch.setattr(chat, "at_checkpoint", lambda cfg, which: paths.append(cfg.model.path) or sys.exit(7))
+    assert call("chat", path) == 7 and paths == [path]
 
 
 @pytest.mark.parametrize(("arguments", "line"), [
