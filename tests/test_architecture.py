@@ -51,6 +51,8 @@ FLOORS = {
 LATE_IMPORTS = {
     *(str(path.relative_to(ROOT)) for path in ROOT.glob("compiler_trainer/cli/*.py")),
     "compiler_trainer/__init__.py",
+    "compiler_trainer/cli/verbs/compile.py",
+    "compiler_trainer/cli/verbs/plan.py",
     "compiler_trainer/step/compile.py",
     "compiler_trainer/step/captured.py",
     "compiler_trainer/sweep/point.py",

@@ -20,8 +20,6 @@ from compiler_trainer.config.errors import STATED, RunError, Stopped, UserError
 from compiler_trainer.elastic.engines import place_of_rank
 
 HELP = ("-h", "--help")
-OPTION = re.compile(r"[+~]*[\w.@/-]+", re.ASCII)
-OF_JOBS = ("plan", "compile")  # verbs with the options of a new job that import PyTorch
 WITH_RANKS = ("resume", "eval", "profile", "check-export")  # verbs that may run on several ranks
 COLLECTED = 200_000  # new objects between two garbage collections: a graph has a million; Python's 700 cost a sixth
 MOST_COLUMNS = 100  # of help, which is read with ease
@@ -37,7 +35,6 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
     STATED.clear()
-    sys.argv[1:] = quoted(sys.argv[1:])
     try:
         if code := act(sys.argv[1:]):
             sys.exit(code)
@@ -76,8 +73,6 @@ def act(arguments: list[str]) -> int | None:
     elif first in HELP:
         print(usage())
     elif first in VERBS:
-        if first in OF_JOBS:
-            check_options(arguments[1:])
         return importlib.import_module(f"compiler_trainer.cli.verbs.{first.replace('-', '_')}").main(arguments[1:])
     elif is_word(first):
         raise no_verb(first)
@@ -89,31 +84,6 @@ def act(arguments: list[str]) -> int | None:
 
         app.main()
     return None
-
-
-def check_options(arguments: list[str]) -> None:
-    """Compose the job among a verb's arguments before its modules import PyTorch, which takes seconds.
-
-    Raises UserError for bad options. Choices in a folder of the user's own are left to the verb.
-    """
-    from compiler_trainer.config.compose import compose, to_config
-    from compiler_trainer.config.jobs import is_job_file
-
-    if not any(argument.startswith("--config-dir") for argument in arguments):
-        words = [word for before, word in zip(["", *arguments], arguments) if not before.startswith("-")]
-        to_config(compose([w for w in words if is_job_file(w) or "=" in w and not w.startswith("-")]))
-
-
-def quoted(arguments: list[str]) -> list[str]:
-    """Return the arguments, with words of options quoted that have letters which hydra takes in quotes only, as ü."""
-    quotable = re.compile(r"""("[^"]*"|'[^']*')|([^\s,=:\[\]{}()"']*[^\x00-\x7f][^\s,=:\[\]{}()"']*)""")
-    result = []
-    for before, argument in zip(["", *arguments], arguments):
-        option, is_option, value = argument.partition("=")
-        if is_option and not before.startswith("-") and OPTION.fullmatch(option):
-            value = quotable.sub(lambda match: match[1] or f'"{match[2]}"', value)
-        result.append(f"{option}{is_option}{value}")
-    return result
 
 
 def join_engine() -> None:

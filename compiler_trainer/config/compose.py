@@ -23,7 +23,7 @@ from compiler_trainer.config import foreign, short_names
 from compiler_trainer.config.cluster import AUTO_CLUSTER
 from compiler_trainer.config.errors import UserError, one_line
 from compiler_trainer.config.files import CONF, check_folder
-from compiler_trainer.config.jobs import TABLES, with_files
+from compiler_trainer.config.jobs import NO_KEY, QUOTED_KEY, TABLES, with_files
 from compiler_trainer.config.options import build, flat, not_one_of, tables, unknown
 from compiler_trainer.config.schema import AUTO, AUTOMATIC, Config, ModelConfig, open_axes
 
@@ -145,6 +145,10 @@ def unreadable(error: OverrideParseException) -> str:
         return no_value(name)
     if any(value.count(begin) > value.count(end) for begin, end in ("[]", "{}")):
         return f"has no closing bracket; put '{name}=...' in quotes, because the shell splits at spaces"
+    if not name.isascii():
+        return "is not the name of an option, which has letters from a to z"
+    if key := QUOTED_KEY.search(value):
+        return f"{key[1]} {NO_KEY}"
     message = str(error)
     for end in LECTURES:
         message = message.partition(end)[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     """
     files = [argument for argument in arguments if is_job_file(argument)]
     stated = list(short_names.stated(arguments))
-    others = short_names.replaced([argument for argument in arguments if not is_job_file(argument)])
+    others = map(quoted, short_names.replaced([argument for argument in arguments if not is_job_file(argument)]))
     if len(files) > 1:
         raise UserError(files[1], f"is a job file, and so is {files[0]}; write all options into one of them")
     return [override for file in files for override in overrides_of(Path(file), stated)] + made_where_missing(others)
@@ -69,13 +69,13 @@ def overrides_of(path: Path, stated: Sequence[str]) -> list[str]:
             raise UserError(f"{path}:{lines.get(name, 1)}", f"{name!r} is not the name of an option")
         STATED[name] = f"{path}:{lines.get(name, lines.get('defaults', 1))}"
         if is_of_run and name in TABLES:  # all of the table is in the file
-            overrides += [f"~{name}", f"+{name}={as_override(value)}"]
+            overrides += [f"~{name}", f"+{name}={as_override(value, name)}"]
         else:
-            overrides.append(f"{name}={as_override(value)}")
+            overrides.append(f"{name}={as_override(value, name)}")
     return made_where_missing(short_names.replaced(overrides))
 
 
-def made_where_missing(overrides: Sequence[str]) -> list[str]:
+def made_where_missing(overrides: Iterable[str]) -> list[str]:
     """Return overrides that also set an option of a group of `model` that is null, as `model.mtp` is at first."""
     return [f"++{override}" if OF_INNER_GROUP.match(override) else override for override in overrides]
 
@@ -131,23 +131,47 @@ def lines_of(path: Path) -> dict[str, int]:
 TABLES = {*tables(Config())} - {"loss"}  # a choice of `loss` is a group, too
 
 
-PLAIN = re.compile(r"[A-Za-z_][\w/.-]*", re.ASCII)  # texts that hydra reads without quotes
+PLAIN = re.compile(r"([A-Za-z_]|\.{0,2}/)[\w/.-]*", re.ASCII)  # texts that hydra reads without quotes
 WORDS = ("null", "true", "false", "nan", "inf", "on", "off", "yes", "no", "none")
 SPECIAL = re.compile(r"([\\()\[\]{}:=, \t])")  # characters of hydra's grammar
+KEY = re.compile(r"[\w/+.$%*@?|()\[\]{}:=, \t\\-]+", re.ASCII)  # texts that hydra reads as keys, if they are no values
+VALUE = re.compile(r"null|true|false|[+-]?(nan|inf|[\d._]+(e[+-]?\d+)?)", re.ASCII | re.IGNORECASE)
+NO_KEY = "cannot be the name of an entry; use letters from a to z, then digits and any of . _ - / *, without quotes"
+QUOTED_KEY = re.compile(r"""[{,]\s*("[^"]*"|'[^']*')\s*:""")
+UNQUOTED = r"""(?:\$\{[^}]*\}|\\.|://|[^\s,=:\[\]{}()"'\\])+"""
+TEXTS = re.compile(rf"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|({UNQUOTED}(?:[ \t]+{UNQUOTED})*)""")  # quoted, or not
 
 
-def as_override(value: Any) -> str:
-    """Return a value as hydra reads it in an override: null, true, [1,2], {layers.\\[01\\]:full}, 'a b'."""
+def as_override(value: Any, option: str = "") -> str:
+    """Return a value as hydra reads it in an override: null, true, [1,2], {layers.\\[01\\]:full}, 'a b'.
+
+    Raises UserError naming the option if a key of a mapping cannot be written.
+    """
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{as_key(key)}:{as_override(entry)}' for key, entry in value.items())}}}"
+        return f"{{{','.join(f'{as_key(key, option)}:{as_override(x, option)}' for key, x in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_override, value))}]"
+        return f"[{','.join(as_override(entry, option) for entry in value)}]"
     if not isinstance(value, str):
         return json.dumps(value)
     is_plain = PLAIN.fullmatch(value) and value.lower() not in WORDS
     return value if is_plain else QuotedString(value, Quote.single).with_quotes()
 
 
-def as_key(key: Any) -> str:
-    """Return a key of a mapping as hydra reads it, which takes no quotes there."""
+def as_key(key: Any, option: str) -> str:
+    """Return a key of a mapping as hydra reads it, which takes no quotes there; raise UserError for other texts."""
+    if isinstance(key, str) and (VALUE.fullmatch(key) or not KEY.fullmatch(key)):
+        raise UserError(option, f"{key!r} {NO_KEY}")
     return SPECIAL.sub(r"\\\1", str(key))
+
+
+def quoted(override: str) -> str:
+    """Return an override with quotes around the texts in its value that hydra takes in quotes only, as ü."""
+
+    def in_quotes(match: re.Match[str]) -> str:
+        """Return a text in quotes if it needs them."""
+        if match[1] or match[2].isascii():
+            return match[0]
+        return QuotedString(re.sub(rf"\\{SPECIAL.pattern}", r"\1", match[2]), Quote.double).with_quotes()
+
+    name, is_option, value = override.partition("=")
+    return f"{name}{is_option}{TEXTS.sub(in_quotes, value)}"

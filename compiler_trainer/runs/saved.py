@@ -20,6 +20,7 @@ from compiler_trainer.config import schema, short_names
 from compiler_trainer.config.compose import as_user_errors, compose
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import CONF
+from compiler_trainer.config.jobs import quoted
 from compiler_trainer.config.options import unknown
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
@@ -42,7 +43,8 @@ def options_of(run: Path, overrides: Sequence[str]) -> Config:
     saved["run"]["dir"] = str(run)
     saved["checkpoint"] |= {"resume": None, "allow": ()}  # these apply only to the run's own start
     with as_user_errors():
-        return with_overrides(saved, OverridesParser.create().parse_overrides(short_names.replaced(overrides)))
+        readable = [quoted(override) for override in short_names.replaced(overrides)]
+        return with_overrides(saved, OverridesParser.create().parse_overrides(readable))
 
 
 def with_overrides(saved: dict[str, Any], overrides: Sequence[Override]) -> Config:

@@ -8,20 +8,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.config.device import resolve_cluster
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, is_open
-from compiler_trainer.runs.ahead import compile_ahead
-from compiler_trainer.training.loggers import Working
-from passes.lower import trace_cuda
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the programs of a job, and print the option that uses them."""
+    """Compile the programs of a job, and print the option that uses them.
+
+    Bad options are refused before PyTorch is imported, which takes seconds.
+    """
     arg_parser = parser("compile")
     arg_parser.add_argument(
         "overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster"
@@ -31,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     cfg = to_config(compose(args.overrides))
     if is_open(cfg):
         raise UserError("mesh", "has to be planned; run `compiler-trainer plan` first, and compile its result")
+    from compiler_trainer.runs.ahead import compile_ahead
+    from compiler_trainer.training.loggers import Working
+
     if needs_cuda(cfg):
         return again_for_cuda(arguments)
     with Working(sys.stderr) as tell:
@@ -41,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def needs_cuda(cfg: Config) -> bool:
     """Return True if the job's devices are CUDA GPUs, and this process cannot trace for them."""
+    from compiler_trainer.config.device import resolve_cluster
+    from passes.lower import trace_cuda
+
     return not resolve_cluster(cfg.cluster).host_computes and not trace_cuda.is_possible()
 
 
@@ -49,6 +52,10 @@ def again_for_cuda(arguments: Sequence[str]) -> int:
 
     Raises UserError if this build of PyTorch cannot do that.
     """
+    import torch
+
+    from passes.lower import trace_cuda
+
     if torch.version.cuda is not None:
         fix = "compile there, or with PyTorch's CPU build"
         raise UserError(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import as_user_errors, compose, search_path, to_config
-from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import CONF
-from compiler_trainer.config.jobs import with_files
-from compiler_trainer.planning.plan import Question, plan, plan_all
+from compiler_trainer.config.jobs import quoted, with_files
+
+if TYPE_CHECKING:  # torch is slow to import, and a refusal of options does not need it
+    from compiler_trainer.planning.plan import Question
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     stated = with_files(args.overrides)
     overrides = [*stated, *search_path(args.config_dir)]
     questions = [question(overrides, stated, values) for values in varied_values(args.vary)]
+    from compiler_trainer.planning.plan import plan, plan_all
+
     if args.vary:
         plan_all(questions)
     else:
@@ -40,7 +43,11 @@ def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, 
     """Return the question to plan for: the default job with overrides, and with `values`."""
     changed = [f"{name}={value}" for name, value in values.items()]
     groups = frozenset(path.name for path in CONF.iterdir() if path.is_dir())
-    return Question(for_predicting(to_config(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
+    cfg = to_config(compose([*overrides, *changed]))
+    from compiler_trainer.config.device import for_predicting
+    from compiler_trainer.planning.plan import Question
+
+    return Question(for_predicting(cfg), [*stated, *changed], groups, values)
 
 
 def is_number(value: Any) -> bool:
@@ -55,7 +62,7 @@ def varied_values(variations: Sequence[str]) -> list[dict[str, Any]]:
     lists: list[list[tuple[str, Any]]] = []
     reader = OverridesParser.create()
     with as_user_errors():
-        for variation in reader.parse_overrides(list(variations)):
+        for variation in reader.parse_overrides([quoted(variation) for variation in variations]):
             if not variation.is_discrete_sweep():
                 raise UserError(
                     "--vary", f"{variation.input_line} is one value; give several, as train.seq_len=8192,32768"

@@ -174,6 +174,11 @@ def test_a_sweep_runs_each_point_in_its_own_subfolder(command, tmp_path):
     assert {p.name for p in (tmp_path / "sweep").iterdir()} == {"0", "1", "2", "3"} | files
 
 
+def test_a_sweep_over_names_with_umlauts(command):
+    cfgs = command("-m", "data.files=[größe.txt],[ü.txt]", "data=text", "train.seq_len=16")
+    assert [cfg.data.files for cfg in cfgs] == [("größe.txt",), ("ü.txt",)]
+
+
 @pytest.mark.full
 def test_a_sweep_over_a_range_and_over_files_of_choices(command):
     configs = command("-m", "train.seed=range(2)", "lr_schedule=glob(co*)", "run.dir=sweep")

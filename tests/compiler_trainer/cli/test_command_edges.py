@@ -10,15 +10,17 @@ from dataclasses import replace
 import pytest
 
 from compiler_trainer import UserError
-from compiler_trainer.cli.command import quoted
 from compiler_trainer.cli.verbs.eval import evaluated_config
+from compiler_trainer.cli.verbs.plan import varied_values
 from compiler_trainer.cli.verbs.profile import QUIET
 from compiler_trainer.config.compose import compose, to_config
+from compiler_trainer.config.jobs import quoted
 from compiler_trainer.config.schema import save
 from compiler_trainer.config.validate import validate
 from compiler_trainer.planning.plan import Question
 from compiler_trainer.planning.space import Candidate, replace_nested
 from compiler_trainer.runs.check_export import check_export_alone
+from compiler_trainer.runs.saved import options_of
 from compiler_trainer.sweep import point
 from passes.cost.rates import Curve
 
@@ -93,14 +95,26 @@ def test_a_size_next_to_the_last_point_of_a_curve_has_a_rate():
     ('data.files=["ü b",ä]', 'data.files=["ü b","ä"]'),
     ("optim={name: naïve, lr: 1}", 'optim={name: "naïve", lr: 1}'),
     ("run.dir=plain", "run.dir=plain"),
+    ("run.dir=meine läufe/a", 'run.dir="meine läufe/a"'),
+    (r"data.files=[a\,ü,b]", 'data.files=["a,ü",b]'),
+    (r"data.files=['it\'s ü',b]", r"data.files=['it\'s ü',b]"),
+    ("checkpoint.store=s3://ü/x", 'checkpoint.store="s3://ü/x"'),
+    ("run.dir=${oc.env:HOME}/ü", 'run.dir="${oc.env:HOME}/ü"'),
+    ("run.dir=a,ü", 'run.dir=a,"ü"'),
     ("ü", "ü"),
 ])
 def test_words_with_letters_that_hydra_does_not_know_are_quoted(argument, expected):
-    assert quoted([argument]) == [expected] and quoted(["--prompt", argument]) == ["--prompt", argument]
+    assert quoted(argument) == quoted(expected) == expected
 
 
-def test_a_file_with_an_umlaut_is_read(tmp_path):
+@pytest.mark.parametrize("first", [["data=text"], ["data=text", "-c=job"], ["-cd=.", "data=text"]])
+def test_a_file_with_an_umlaut_is_read(first, tmp_path):
     (tmp_path / "ü.txt").write_text("text " * 400)
-    job = ["data=text", "data.files=[ü.txt]", "train.seq_len=16", "run.dir=läuft", "--cfg", "job"]
+    job = [*first, "data.files=[ü.txt]", "train.seq_len=16", "run.dir=läuft", "--cfg", "job"]
     done = subprocess.run([sys.executable, "-m", "compiler_trainer", *job], cwd=tmp_path, capture_output=True, text=True)
     assert "- ü.txt" in done.stdout and "dir: läuft" in done.stdout, done.stderr
+
+
+def test_letters_that_hydra_does_not_know_are_taken_by_runs_and_by_vary(tmp_path):
+    assert options_of(run_of(tmp_path), ["checkpoint.store=s3://größe"]).checkpoint.store == "s3://größe"
+    assert [values["run.dir"] for values in varied_values(["run.dir=größe,a"])] == ['"größe"', "a"]

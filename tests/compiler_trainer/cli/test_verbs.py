@@ -13,6 +13,7 @@ import pytest
 from commands import call
 
 from compiler_trainer.cli import command, table, verbs
+from compiler_trainer.runs import ahead
 
 FILES = {path.stem.replace("_", "-") for path in Path(verbs.__path__[0]).glob("*.py") if path.stem != "__init__"}
 
@@ -66,10 +67,20 @@ def test_options_are_refused_without_importing_torch(option, tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     ["plan", "optm.lr=1", "cluster.gpus=8"], ["plan", "mesh.tp=2", "--vary", "train.seq_len=1,2", "job.yaml"],
-    ["compile", "--out", "programs=1", "optim=lion"],
+    ["compile", "--out", "programs=1", "optim=lion"], ["compile", "--out=programs", "optim=lion"],
+    ["plan", "--vary=train.seq_len=1,2", "optim=lion"], ["plan", "--config-dir=.", "optim=lion"],
 ])  # fmt: skip
 def test_verbs_refuse_options_without_importing_torch(arguments, tmp_path):
     test_options_are_refused_without_importing_torch(arguments, tmp_path)
+
+
+@pytest.mark.parametrize("out", [["--out=programs"], ["--out", "programs"]])
+def test_a_flag_with_its_value_leaves_the_next_option(out, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(ahead, "compile_ahead", lambda cfg, out, tell: compiled.append((cfg, out)))
+    assert call("compile", *out, "model.path=folder", "model=hf", "data=text", "data.files=[a.jsonl]") == 0
+    [(cfg, folder)] = compiled
+    assert (cfg.model.path, cfg.data.files, folder) == ("folder", ("a.jsonl",), Path("programs"))
 
 
 def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():

@@ -92,6 +92,10 @@ def test_the_shown_job_is_the_job(tmp_path, capfd):
     ("recipe: loora\n", "{path}:1: recipe: 'loora' is not one of"),
     ("training: {steps: 5}\n", "{path}:1: training.steps: no such option; there is train.steps"),
     ("a b: 3\n", "{path}:1: 'a b' is not the name of an option"),
+    ("optim: {groups: {größe: {names: [a], lr: 0.5}}}\n", "{path}:1: optim.groups: 'größe' cannot be the name of an entry"),
+    ("optim: {lr: 1,\n  groups: {'1': {names: [a], lr: 0.5}}}\n", "{path}:2: optim.groups: '1' cannot be the name of an entry"),
+    ("passes: {cast: {modules: {a#b: float32}}}\n", "{path}:1: passes.cast.modules: 'a#b' cannot be the name of an entry"),
+    ("passes: {cast: {modules: {'': float32}}}\n", "{path}:1: passes.cast.modules: '' cannot be the name of an entry"),
     ("- a\n", "{path}: holds no options"),
     ("train: {steps: [7\n", "{path}: is not valid YAML"),
 ])  # fmt: skip
