@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from compiler_trainer.config.earlier import renamed
 from compiler_trainer.config.errors import STATED, UserError
 from compiler_trainer.config.files import CONF, load_yaml, text_of
 from compiler_trainer.config.options import flat, tables
-from compiler_trainer.config.schema import WRITTEN, Config
+from compiler_trainer.config.schema import WRITTEN, Config, DataConfig
 
 ENDINGS = (".yaml", ".yml")
 NAME = re.compile(r"[\w./@-]+", re.ASCII)
@@ -136,6 +137,7 @@ WORDS = ("null", "true", "false", "nan", "inf", "on", "off", "yes", "no", "none"
 SPECIAL = re.compile(r"([\\()\[\]{}:=, \t])")  # characters of hydra's grammar
 KEY = re.compile(r"[\w/+.$%*@?|()\[\]{}:=, \t\\-]+", re.ASCII)  # texts that hydra reads as keys, if they are no values
 VALUE = re.compile(r"null|true|false|[+-]?(nan|inf|[\d._]+(e[+-]?\d+)?)", re.ASCII | re.IGNORECASE)
+OF_RECORDS = ("chat", "pairs", "train_on", "records", "labels", "margins")  # of `data`
 NO_KEY = "cannot be the name of an entry; use letters from a to z, then digits and any of . _ - / *, without quotes"
 QUOTED_KEY = re.compile(r"""[{,]\s*("[^"]*"|'[^']*')\s*:""")
 UNQUOTED = r"""(?:\$\{[^}]*\}|\\.|://|[^\s,=:\[\]{}()"'\\])+"""
@@ -162,6 +164,16 @@ def as_key(key: Any, option: str) -> str:
     if isinstance(key, str) and (VALUE.fullmatch(key) or not KEY.fullmatch(key)):
         raise UserError(option, f"{key!r} {NO_KEY}")
     return SPECIAL.sub(r"\\\1", str(key))
+
+
+def pasted(options: Mapping[str, Any]) -> str:
+    """Return options, by dotted names, as overrides to paste into a command line."""
+    return " ".join(shlex.quote(f"{name}={as_override(value)}") for name, value in options.items())
+
+
+def of_records(cfg: DataConfig) -> dict[str, Any]:
+    """Return the options that decide which tokens a record becomes, by dotted names, without those left as they are."""
+    return {f"data.{x}": getattr(cfg, x) for x in OF_RECORDS if getattr(cfg, x) != getattr(DataConfig, x)}
 
 
 def quoted(override: str) -> str:

@@ -9,13 +9,14 @@ Exit codes: 0 text and tokens are those of transformers, 1 they differ, or a rec
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.jobs import as_override, with_files
+from compiler_trainer.config.jobs import as_override, of_records, pasted, with_files
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.config.validate import validate_data
 from compiler_trainer.data.preview import KINDS, Reader, Shown, table
@@ -48,11 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     is_same = show(reader, flags.record, flags.tokens)
     counts = reader.scan(flags.records)
     print("\n".join(counts.lines()))
-    options = " data.chat=true" * reader.chat + " data.pairs=true" * reader.pairs
-    options += " data.train_on=last" * (cfg.train_on == "last")
-    options += f" data.records={cfg.records}" * (cfg.records != "documents")
-    options += f" data.labels={as_override(cfg.labels)}" * bool(cfg.labels)
-    print(f"train on it with: data={cfg.name}{options}")
+    options = of_records(dataclasses.replace(cfg, chat=reader.chat, pairs=reader.pairs))
+    print(f"train on it with: {pasted({'data': cfg.name, **options})}")
     return 0 if is_same and not counts.bad else 1
 
 

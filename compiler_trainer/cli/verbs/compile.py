@@ -11,6 +11,7 @@ from pathlib import Path
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import pasted
 from compiler_trainer.config.schema import Config, is_open
 
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         return again_for_cuda(arguments)
     with Working(sys.stderr) as tell:
         message = compile_ahead(cfg, args.out, tell)
-    print(f"{message}\nstart the job with lower.programs={args.out}")
+    print(f"{message}\nstart the job with {pasted({'lower.programs': str(args.out)})}")
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import of_records, pasted
 from compiler_trainer.config.validate import validate_data
 from compiler_trainer.data.stored import Share
 from compiler_trainer.data.tokenized import FILE, write
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str]) -> None:
     holds = tokens.holds
     skipped = f", {holds.skipped:,} bad records skipped, the first is {holds.first_skipped}" if holds.skipped else ""
     print(f"{holds.tokens:,} tokens of {holds.documents:,} documents in {args.out}, digest {holds.digest}{skipped}")
-    chat = " data.chat=true" if cfg.chat else ""
-    print(f"train with: compiler-trainer data=tokens data.tokens={args.out} data.tokenizer={cfg.tokenizer}{chat}")
+    options = {"data": "tokens", "data.tokens": str(args.out), "data.tokenizer": cfg.tokenizer, **of_records(cfg)}
+    print(f"train with: compiler-trainer {pasted(options)}")
 
 
 def share_of(shard: str, processes: int | None) -> Share:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,16 +13,20 @@ import time
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import CHATML, write_tokenizer
 from commands import call
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.jobs import as_override
 from compiler_trainer.config.schema import DataConfig, WeightedSource
 from compiler_trainer.data import sources, stored, tokenized, workers
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import ALL, Share
+from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.places import folders
 from compiler_trainer.places.cache import Cache
 
@@ -222,6 +227,25 @@ def test_the_verb_says_what_to_train_with(tmp_path, capsys):
         f"{count:,} tokens of 400 documents in {tmp_path / 'out'}, digest {digest}",
         f"train with: compiler-trainer data=tokens data.tokens={tmp_path / 'out'} data.tokenizer=bytes",
     ]
+
+
+@pytest.mark.parametrize(("record", "options"), [
+    ({"text": "a", "label": "Yes, it is"}, ["loss=classify", "data.records=classes", "data.labels=['Yes, it is',no]"]),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["data.chat=true", "data.train_on=last"]),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}, ["loss=reward", "data.chat=true", "data.pairs=true", "data.margins=true"]),
+])
+def test_the_printed_options_take_the_tokens(record, options, tmp_path, capsys):
+    folder = tmp_path / "it's (1)"
+    folder.mkdir()
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "<|endoftext|>"}))
+    (folder / "a.jsonl").write_text(json.dumps(record) + "\n")
+    paths = {"data.files": [str(folder / "a.jsonl")], "data.tokenizer": str(folder / "tokenizer.json")}
+    job = ["data=text", *(f"{name}={as_override(value)}" for name, value in paths.items()), *options]
+    assert call("tokenize", *job, f"--out={folder / 'out'}", "--processes=1") == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("compiler-trainer ")[2])
+    cfg = to_config(compose(words)).data
+    assert tokenized.open_folder(Path(cfg.tokens), tokenizer_of(cfg), cfg).holds.documents == (2 if cfg.pairs else 1)
 
 
 @pytest.mark.parametrize("shard", ["2/2", "1", "0/0", "-1/2", "a/b"])
