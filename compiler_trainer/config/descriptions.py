@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from compiler_trainer.config import cluster, foreign, schema, short_names
+from compiler_trainer.config import foreign, schema, short_names
 from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import CONF
-from compiler_trainer.config.options import SCALARS, Chosen, Must, did_you_mean, spelled
-
-PLAIN = {"None": "null", "Any": "anything", **{kind.__name__: words for kind, words in SCALARS.items()}}
+from compiler_trainer.config.options import SCALARS, Chosen, did_you_mean, option_names, spelled
 
 
 class Option(NamedTuple):
@@ -42,16 +40,16 @@ def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = T
 
     Defaults are those of the default job, or of the schema for a choice that the default job does not make.
     """
-    lines, notes = source_of(cls), comments(cls)
+    types, notes = types_of(cls), comments(cls)
     inner: list[tuple[str, type, bool]] = []
     options = []
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}"
-        if parts := parts_of(lines[field.name]):
+        if parts := parts_of(types[field.name]):
             inner += [(name, part, in_default_job and part is parts[0]) for part in parts]
         else:
             default = shown(field, name if in_default_job else "")
-            options.append(Option(name, lines[field.name], default, notes[field.name]))
+            options.append(Option(name, words(types[field.name]), default, notes[field.name]))
     yield Group(prefix.rstrip("."), inspect.cleandoc(cls.__doc__ or ""), options + with_short_names(prefix))
     for name, part, is_chosen in inner:
         yield from groups(part, f"{name}.", is_chosen)
@@ -68,31 +66,39 @@ def meaning(name: str) -> str:
     return f"{short_names.CHOICES[name]}; stands for {', '.join(sorted(short_names.targets(name)))}"
 
 
-def parts_of(annotation: str) -> tuple[type, ...]:
-    """Return the dataclasses of options that an annotation names, the default job's first."""
-    first = annotation.split("|")[0].strip()
-    if first == "Loss":
+def types_of(cls: type) -> dict[str, Any]:
+    """Return field -> its type, with conditions and choices."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def parts_of(kind: Any) -> tuple[type, ...]:
+    """Return the dataclasses of options that a type stands for, the default job's first."""
+    if kind == schema.Loss:
         return tuple(schema.LOSSES.values())
-    names = ("ModelConfig", "FolderConfig") if first == "Model" else (first,)
-    return tuple(
-        part for part in map(schema_object, names) if dataclasses.is_dataclass(part) and isinstance(part, type)
-    )
+    union = get_args(kind)[0] if kind == schema.Model else kind
+    kinds = get_args(union) if get_origin(union) in (Union, UnionType) else (union,)
+    return tuple(part for part in kinds if dataclasses.is_dataclass(part) and isinstance(part, type))
 
 
-def schema_object(name: str) -> Any:
-    """Return the object with an annotation's name in the schema, None if there is none."""
-    return next((vars(module)[name] for module in (schema, cluster) if name in vars(module)), None)
-
-
-def source_of(cls: type) -> dict[str, str]:
-    """Return field -> its annotation in words, as written in the class or one that it inherits from."""
-    annotations: dict[str, str] = {}
-    for owner in owners(cls):
-        (tree,) = ast.parse(textwrap.dedent(text_of(owner))).body
-        assert isinstance(tree, ast.ClassDef)
-        fields = [line for line in tree.body if isinstance(line, ast.AnnAssign)]
-        annotations |= {ast.unparse(field.target): words(field.annotation) for field in fields}
-    return annotations
+def words(kind: Any) -> str:
+    """Return a type in the words of a command line: `Positive` is `a whole number, at least 1`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return f"{{{', '.join(option_names(kind))}}}"
+    if origin is Annotated and isinstance(args[1], Chosen):
+        return args[1].words
+    if origin is Annotated:
+        condition = args[1].be.removeprefix("be ").removeprefix("have ")
+        return f"{SCALARS[args[0]]}, {condition}" if args[0] in SCALARS else condition
+    if origin is Literal:
+        return " | ".join(args)
+    if origin in (Union, UnionType):
+        return " | ".join(map(words, args))
+    if origin is dict:
+        return f"by name: {words(args[1])}"
+    if origin is tuple:
+        return f"list of {'' if args[-1] is ... else f'{len(args)}, each '}{words(args[0])}"
+    return {NoneType: "null", Any: "anything", **SCALARS}[kind]
 
 
 @functools.cache
@@ -104,47 +110,6 @@ def text_of(cls: type) -> str:
 def owners(cls: type) -> list[type]:
     """Return the dataclasses whose fields a dataclass has, the dataclass itself last."""
     return [owner for owner in reversed(cls.__mro__) if dataclasses.is_dataclass(owner)]
-
-
-def words(annotation: ast.expr) -> str:
-    """Return an annotation in the words of a command line; listed values are given as they are."""
-    if isinstance(annotation, ast.BinOp):
-        return f"{words(annotation.left)} | {words(annotation.right)}"
-    if isinstance(annotation, ast.Subscript):
-        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        return words_of_several(ast.unparse(annotation.value), inner)
-    return words_of_name(ast.unparse(annotation))
-
-
-def words_of_several(kind: str, inner: list[ast.expr]) -> str:
-    """Return `Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
-    if kind == "Literal":
-        return " | ".join(map(ast.literal_eval, inner))
-    if kind == "dict":
-        return f"by name: {words_of_each(inner[1])}"
-    is_open = ast.unparse(inner[-1]) == "..."
-    return f"list of {'' if is_open else f'{len(inner)}, each '}{words_of_each(inner[0])}"
-
-
-def words_of_each(annotation: ast.expr) -> str:
-    """Return the type of a list's or table's elements in words; for a group of options, their names."""
-    group = schema_object(ast.unparse(annotation))
-    if dataclasses.is_dataclass(group):
-        return f"{{{', '.join(field.name for field in dataclasses.fields(group))}}}"
-    return words(annotation)
-
-
-def words_of_name(name: str) -> str:
-    """Return the words for a name in an annotation: `Positive` is `a whole number, at least 1`."""
-    alias = schema_object(name)
-    if get_origin(alias) is Literal:
-        return " | ".join(get_args(alias))
-    kind, *marks = get_args(alias) or (None,)
-    phrases = [mark.words for mark in marks if isinstance(mark, Chosen) and mark.words]
-    phrases += [mark.be.removeprefix("be ").removeprefix("have ") for mark in marks if isinstance(mark, Must)]
-    if kind in (int, float, str) and not isinstance(marks[0], Chosen):
-        phrases.insert(0, SCALARS[kind])
-    return ", ".join(phrases) or PLAIN.get(name, name)
 
 
 def comments(cls: type) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.compose import compose, to_config
-from compiler_trainer.config.descriptions import choices_of, comments, source_of, summary
+from compiler_trainer.config.descriptions import choices_of, comments, summary, types_of, words
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, spelled
 from compiler_trainer.config.schema import (
@@ -69,7 +69,7 @@ def lines(recipe: str) -> Iterator[str]:
                 yield f"{'  ' * depth}{part}:"
                 groups = parts[: depth + 1]
         owner = inside(cfg, parts)
-        takes, meaning = source_of(type(owner))[option], comments(type(owner))[option]
+        takes, meaning = words(types_of(type(owner))[option]), comments(type(owner))[option]
         values = f"{takes}: " if re.fullmatch(r"\w+( \| \w+)+", takes) else ""
         yield f"{'  ' * len(parts)}{option}: {spelled(getattr(owner, option))}  # {values}{meaning}"
 
