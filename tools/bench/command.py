@@ -52,9 +52,10 @@ MIB = 2**20
 OUTPUT = 6000  # characters of a failed contender's output that are printed
 HEADINGS = (
     "contender", "tokens/s", "ratio", "step ms", "floor / step", "peak MiB", "sent MiB", "first step cold, s",
-    "warm, s", "loss off by",
+    "cold CPU s", "warm, s", "warm CPU s", "bodies compiled cold, warm", "loss off by",
 )  # fmt: skip
 
+COLD = {"s": "first_s", "cpu_s": "first_cpu_s", "bodies": "bodies"}  # figures of a first step, with and without a cache
 Found = dict[str, Any]
 MEASURED = ("global_batch_size", "seq_len", "steps")  # options of train that count, or say only when to stop
 
@@ -129,7 +130,7 @@ def measured_once(args: argparse.Namespace) -> dict[str, list[Found]]:
         results = {}
         for name in args.contenders.split(","):
             first, *rounds = Job(name, args.ranks, args, Path(scratch, name)).all()
-            first = compared(first | {"cold_s": first.get("first_s")}, reference[0], allowed)
+            first = compared(first | cold_figures(first), reference[0], allowed)
             results[name] = [first | round_result for round_result in rounds] or [first]
             if rounds:
                 results[name][0] = compared(results[name][0], reference[-1], allowed)
@@ -149,7 +150,7 @@ def measured_in_turns(args: argparse.Namespace) -> dict[str, list[Found]]:
             results[name] = [cold]
             if "error" not in cold:
                 jobs[name] = running.enter_context(closing(Job(name, args.ranks, args, Path(scratch, name))))
-                results[name] = [compared({"cold_s": cold["first_s"]} | jobs[name].first(), reference[0], allowed)]
+                results[name] = [compared(cold_figures(cold) | jobs[name].first(), reference[0], allowed)]
             print(f"{name}: {results[name][-1].get('error', 'is ready')}", file=sys.stderr)
         for number in range(args.rounds):
             for name, job in jobs.items():
@@ -161,6 +162,11 @@ def measured_in_turns(args: argparse.Namespace) -> dict[str, list[Found]]:
                 results[name].append(result if later else compared(result, reference[1], allowed))
                 print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
     return {name: rounds[1:] or rounds for name, rounds in results.items()}
+
+
+def cold_figures(first: Found) -> Found:
+    """Return the figures of a first step with an empty cache by names of their own."""
+    return {f"cold_{name}": first[figure] for name, figure in COLD.items() if figure in first}
 
 
 class Job:
@@ -300,8 +306,8 @@ def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_m
         f"{floor_ms / median(rounds, 'step_ms'):.2f}" if floor_ms else "",
         f"{median(rounds, 'peak_bytes') / MIB:,.1f}",
         "" if sent is None else f"{sent / MIB:,.2f}",
-        f"{rounds[-1]['cold_s']:.1f}",
-        f"{rounds[-1]['first_s']:.1f}",
+        *(f"{rounds[-1][figure]:.1f}" for figure in ("cold_s", "cold_cpu_s", "first_s", "first_cpu_s")),
+        ", ".join(str(rounds[-1][x].get("compiled", 0)) for x in ("cold_bodies", "bodies")) if name == "ours" else "",
         f"{rounds[-1]['off']:.0e}" if "off" in rounds[-1] else "",
     ]
 

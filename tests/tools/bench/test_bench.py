@@ -32,7 +32,8 @@ def options(**changes):
 
 def found(speed, **more):
     figures = {"tokens_per_s": speed, "step_ms": 1e3 / speed, "peak_bytes": 2 * command.MIB, "sent_bytes": command.MIB}
-    return {**figures, "cold_s": 9.0, "first_s": 4.0, "off": 1e-7, **more}
+    first = {"cold_s": 9.0, "cold_cpu_s": 12.0, "cold_bodies": {"compiled": 11}, "first_s": 4.0, "first_cpu_s": 5.0, "bodies": {"loaded": 11}}
+    return {**figures, **first, "off": 1e-7, **more}
 
 
 FOUND = {
@@ -51,6 +52,7 @@ def test_a_row_has_medians_spreads_and_both_compile_times():
     ours = cells(command.report(FOUND, options()), "this trainer")
     assert ours["tokens/s"] == "20 (10 to 30)" and ours["ratio"] == "0.50"
     assert (ours["first step cold, s"], ours["warm, s"]) == ("9.0", "4.0")
+    assert (ours["cold CPU s"], ours["warm CPU s"], ours["bodies compiled cold, warm"]) == ("12.0", "5.0", "11, 0")
     assert ours["step ms"] == "50" and ours["floor / step"] == "0.80"  # of the medians, 40 of 50 ms
     assert (ours["peak MiB"], ours["sent MiB"], ours["loss off by"]) == ("2.0", "1.00", "1e-07")
 
