@@ -4,7 +4,8 @@ The machine is calibrated with as many ranks (`compiler-trainer calibrate`), the
 steps and predicted. Results are added to the file. The table has medians of a setting's runs, because the speed of a
 shared machine varies by the minute. `backend` is the backend that runs and is predicted: eager runs every operator as a
 kernel. `clock` is the quantity compared: the time of steps, or with `cpu` a rank's CPU time in a step with its
-collectives and without its waiting, which is the same on a busy machine.
+collectives and without its waiting, which is the same on a busy machine. `--budgets 10` adds ten budgets of memory
+between the predicted peaks of the policies `full` and `none`; a peak above its budget is marked OVER.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from compiler_trainer.planning.dry import compile_dry, predict_step
 from tools.bench.command import Job
 from tools.bench.job import composed
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 FIGURES = ("measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "load")
 MODEL = (
     "model.dim=256", "model.n_layers=6", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_dim=768",
@@ -48,6 +49,7 @@ class Setting:
     ranks: int
     name: str
     options: tuple[str, ...]
+    budget_bytes: float | None = None  # of the memory of a rank
 
 
 def setting(ranks: int, mesh: str, policy: str, method: str = "auto") -> Setting:
@@ -60,7 +62,9 @@ def setting(ranks: int, mesh: str, policy: str, method: str = "auto") -> Setting
 SETTINGS = (
     setting(1, "dp_shard=1", "none"),
     setting(1, "dp_shard=1", "selective"),
+    setting(1, "dp_shard=1", "every_n"),
     setting(1, "dp_shard=1", "full"),
+    setting(1, "dp_shard=1", "offload"),
     setting(2, "dp_shard=2", "selective"),
     setting(2, "dp_shard=2", "full"),
     setting(2, "dp_replicate=2 x dp_shard=1", "selective"),
@@ -81,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only print the table of the file")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file of results, which is added to")
     parser.add_argument("--only", default="*", help="a pattern of settings, e.g. '*tp=2*'")
+    parser.add_argument("--budgets", type=int, default=0, help="with --ranks 1: how many budgets of memory")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after an untimed one")
@@ -102,14 +107,34 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chosen = [s for s in SETTINGS if s.ranks == args.ranks and fnmatch.fnmatch(s.name, args.only)]
     if not chosen:
         raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
+    if args.budgets and args.ranks != 1:
+        raise UserError("--budgets", f"are for one rank, not {args.ranks}; set --ranks 1")
     cluster = measure(args.ranks, 1, args.clock)
-    for chosen_setting in chosen:
+    for chosen_setting in [*chosen, *budgets(args.budgets, cluster, args.backend)]:
         result, prediction = measured(chosen_setting, args), predicted(chosen_setting, cluster, args.backend)
         step_ms, events = prediction["predicted"]["step_ms"], prediction["timeline"]
         worked_ms = sum(event["end_ms"] - event["start_ms"] for event in events)
         result["predicted_ms"] = step_ms if args.clock == "wall" else worked_ms
-        result["predicted_bytes"] = prediction["prediction"]["memory"]["written_bytes"]
+        result["predicted_bytes"] = peak_bytes(prediction)
         yield result
+
+
+def budgets(count: int, figures: dict[str, Any], backend: str) -> Iterator[Setting]:
+    """Yield settings with budgets evenly spread between the predicted peaks of the policies `full` and `none`."""
+    if count:
+        usual = setting(1, "dp_shard=1", "budget")
+        low, high = (
+            peak_bytes(predicted(setting(1, "dp_shard=1", policy), figures, backend)) for policy in ("full", "none")
+        )
+    for i in range(count):
+        size = low + (high - low) * (i + 1) / (count + 1)
+        options = (*usual.options, f"passes.remat.budget_gib={size / GIB}", "passes.remat.headroom=0")
+        yield Setting(1, f"{usual.name} {size / MIB:.1f} MiB", options, size)
+
+
+def peak_bytes(prediction: dict[str, Any]) -> int:
+    """Return the predicted peak of a rank's memory."""
+    return prediction["prediction"]["memory"]["written_bytes"]
 
 
 def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
@@ -136,6 +161,7 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
         "clock": args.clock,
         "measured_ms": last[figure],
         "measured_bytes": first["peak_bytes"],
+        "budget_bytes": chosen.budget_bytes,
         "load": os.getloadavg()[0],
     }
 
@@ -193,7 +219,9 @@ def line(r: dict[str, Any]) -> str:
     times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
     sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
     clock = "" if r["clock"] == "wall" else f", {r['clock']}"
-    return row([str(r["ranks"]), r["name"], r["backend"] + clock, str(r["runs"]), *times, *sizes, f"{r['load']:.1f}"])
+    over = " OVER" if r["measured_bytes"] > (r.get("budget_bytes") or r["measured_bytes"]) else ""
+    names = [str(r["ranks"]), r["name"] + over, r["backend"] + clock, str(r["runs"])]
+    return row([*names, *times, *sizes, f"{r['load']:.1f}"])
 
 
 def row(cells: Sequence[str]) -> str:

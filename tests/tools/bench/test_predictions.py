@@ -84,6 +84,20 @@ def test_the_table_of_measured_settings():
     assert text.endswith("Of 2 ranks tp=2 is predicted to be fastest, 100.0% slower than the fastest measured.")
 
 
+def test_a_peak_above_its_budget_is_marked():
+    over, within = (predicted.line(RESULT | {"runs": 1, "budget_bytes": size}) for size in (2**20 - 1, 2**20))
+    assert "| dp_shard=2 OVER |" in over and "| dp_shard=2 |" in within
+
+
+def test_budgets_lie_between_the_peaks_of_full_and_none(monkeypatch):
+    peaks = {"full": 2**30, "none": 2**31}
+    monkeypatch.setattr(predicted, "predicted", lambda one, *_: {"prediction": {"memory": {"written_bytes": peaks[one.name.split(", ")[1]]}}})
+    chosen = list(predicted.budgets(3, {}, "eager"))
+    assert [one.budget_bytes / 2**30 for one in chosen] == [1.25, 1.5, 1.75]
+    assert [one.name for one in chosen][0] == "dp_shard=1, budget 1280.0 MiB"
+    assert composed([*predicted.MODEL, *chosen[0].options], 1).passes.remat.budget_gib == 1.25
+
+
 def test_the_table_has_the_median_of_a_settings_runs():
     runs = [RESULT | {"measured_ms": ms, "predicted_ms": ms + 10} for ms in (90.0, 400.0, 100.0)]
     (one,) = predicted.medians(runs)
