@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -13,6 +12,7 @@ from compiler_trainer.inspect.words import PASSES
 from passes.ir.mesh import AXES, FLATTENED
 from passes.ir.stages import Stage
 from passes.ops.reshard import RESHARD_OPS
+from tools.pages import table
 
 WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
@@ -57,11 +57,6 @@ def page() -> str:
         "## Stages of a program\n\nA dump says the stage in its second line.",
         table(("stage", "the program"), stages()),
     ]) + "\n"  # fmt: skip
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def link(where: str) -> str:

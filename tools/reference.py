@@ -5,19 +5,18 @@ python -m tools.reference        writes options.md and glossary.md in docs/refer
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from compiler_trainer.config.descriptions import Group, Option, choices_of, groups, recipes
-from tools import glossary
+from tools import glossary, pages
+from tools.pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS, GLOSSARY = ROOT / "docs/reference/options.md", ROOT / "docs/reference/glossary.md"
 README = ROOT / "README.md"
 TEXT = "data=text data.files=[a] data.tokenizer=TOK"
-FIRST, LAST = "<!-- support -->", "<!-- end of support -->"
 
 
 class Feature(NamedTuple):
@@ -199,10 +198,9 @@ MISSING = (
 
 def support() -> str:
     """Return the table of supported features, and the line of missing ones."""
-    rows = [f"| {title} | {named(features, True)} | {named(features, False)} |" for title, features in FEATURES.items()]
+    rows = [(title, named(features, True), named(features, False)) for title, features in FEATURES.items()]
     missing = "; ".join(feature.name for feature in MISSING)
-    head = ["| area | has run on an H100 | tested on CPUs |", "|---|---|---|"]
-    return "\n".join([*head, *rows, f"| **not supported** | | {missing} |"])
+    return table(("area", "has run on an H100", "tested on CPUs"), [*rows, ("**not supported**", "", missing)])
 
 
 def named(features: Sequence[Feature], on_gpu: bool) -> str:
@@ -217,8 +215,8 @@ def options() -> str:
         "`compiler-trainer --help optim` shows a group, `compiler-trainer --cfg job` the values of a job.\n"
     )
     listed = recipes()
-    rows = "\n".join(f"| `{option.name}` | {option.meaning} |" for option in listed.options)
-    of_recipes = f"## recipe\n\n{listed.about}\n\n| recipe | |\n|---|---|\n{rows}\n"
+    rows = [(f"`{option.name}`", option.meaning) for option in listed.options]
+    of_recipes = f"## recipe\n\n{listed.about}\n\n{table(('recipe', ''), rows)}\n"
     return "\n".join([head, of_recipes, *(section(group) for group in groups() if group.options)])
 
 
@@ -226,10 +224,9 @@ def section(group: Group) -> str:
     """Return the section of a group: its text, its choices, and a row an option."""
     choices = choices_of(group.name)
     intro = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
-    rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
+    rows = [(f"`{o.name}`", cell(o.takes), cell(default(o)), o.meaning) for o in group.options]
     about = " ".join(group.about.split()) if group.name else "These belong to no group."
-    head = "| option | takes | default | |\n|---|---|---|---|"
-    return f"## {title(group)}\n\n{about}\n\n{intro}{head}\n{rows}\n"
+    return f"## {title(group)}\n\n{about}\n\n{intro}{table(('option', 'takes', 'default', ''), rows)}\n"
 
 
 def title(group: Group) -> str:
@@ -254,7 +251,7 @@ def cell(text: str) -> str:
 
 def renewed(text: str) -> str:
     """Return README with a new table between its markers."""
-    return re.sub(f"{FIRST}.*?{LAST}", f"{FIRST}\n{support()}\n{LAST}", text, flags=re.DOTALL)
+    return pages.renewed(text, "support", support())
 
 
 def main() -> None:

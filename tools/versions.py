@@ -21,8 +21,10 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
+from tools import pages
+
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
+PART = "versions"  # of the page, which is generated
 # some tests of each folder, and all that touch private parts of PyTorch: capture, tracing, Inductor, FlexAttention
 TESTS = tuple(
     f"tests/{path}"
@@ -140,15 +142,10 @@ def losses(steps: Sequence[Mapping[str, float]]) -> Row:
 
 def renewed(page: str, rows: Sequence[Row]) -> str:
     """Return the page with these rows in place of those of the same versions."""
-    before, _, remainder = page.partition(BEGIN)
-    old, end, after = remainder.partition(END)
-    if not end:
-        raise ValueError(f"the page has no lines {BEGIN} and {END}; add them around the table")
-    old_rows = [cells for line in old.splitlines() if (cells := cells_of(line))]
+    old_rows = [cells for line in pages.split(page, PART)[1].splitlines() if (cells := cells_of(line))]
     row_of_versions = {cells[:2]: cells for cells in [*old_rows, *rows]}
-    lines = [HEAD, ("---",) * len(HEAD), *(row_of_versions[key] for key in sorted(row_of_versions, key=numbers))]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    in_order = (row_of_versions[key] for key in sorted(row_of_versions, key=numbers))
+    return pages.renewed(page, PART, pages.table(HEAD, in_order))
 
 
 def cells_of(line: str) -> Row:

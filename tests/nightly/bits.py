@@ -24,12 +24,12 @@ from torch import Tensor
 from compiler_trainer import compile_step
 from compiler_trainer.parity.compare import difference, wholes
 from tests.nightly.parity.case import Case
+from tools import pages
 
 SIZES = "rows=4 length=9 seed=3"
 MODELS = {"decoder": f"decoder {SIZES} heads=4 kv_heads=2", "experts": f"experts {SIZES}"}
 DTYPES = {"fp32": {}, "bf16": {"cast": {"param_dtype": "bfloat16"}}}
 MESHES: tuple[dict[str, int], ...] = ({}, {"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2})
-BEGIN, END = "<!-- bits -->", "<!-- end of bits -->"
 Bits = list[dict[str, Tensor]]
 
 
@@ -125,12 +125,12 @@ def compare_all() -> Iterator[tuple[Gate, str, str, float]]:
 
 def table(measurements: Sequence[tuple[Gate, str, str, float]]) -> str:
     """Return a Markdown table: per comparison the promise, pairs, pairs with equal bits, and the worst difference."""
-    lines = ["| the two | promised | pairs | same bits | worst, of a value's largest entry |", "|---|---|---|---|---|"]
+    rows = []
     for gate in GATES:
         errors = [error for g, _, _, error in measurements if g is gate]
         promise, same, worst = "yes" if gate.promised else "no", errors.count(0.0), max(errors, default=0.0)
-        lines.append(f"| {gate.name} | {promise} | {len(errors)} | {same} | {f'{worst:.0e}' if worst else ''} |")
-    return "\n".join(lines)
+        rows.append((gate.name, promise, len(errors), same, f"{worst:.0e}" if worst else ""))
+    return pages.table(("the two", "promised", "pairs", "same bits", "worst, of a value's largest entry"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,9 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measurements.append((gate, label, mesh, error))
         print(f"{gate.name}: {label}, {mesh or 'one device'}: {'the same bits' if not error else f'differ by {error:.1e}'}")
     if options.write:
-        before, _, after = options.write.read_text(encoding="utf-8").partition(BEGIN)
-        page = f"{before}{BEGIN}\n{table(measurements)}\n{END}{after.partition(END)[2]}"
-        options.write.write_text(page, encoding="utf-8")
+        pages.renew(options.write, "bits", table(measurements))
     return 1 if any(error and gate.promised for gate, _, _, error in measurements) else 0
 
 

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from tools.bench.job import WORKLOAD, composed
+from tools.pages import renew, split, table
 
 CONTENDERS = {
     "ours": "this trainer",
@@ -108,10 +108,8 @@ def check(args: argparse.Namespace) -> None:
     if args.rounds < 1 or args.steps < 1:
         raise UserError("--rounds, --steps", "must be at least 1")
     check_measured(composed(args.overrides, args.ranks))
-    if args.write and marked(args.write.read_text(), title(args)) is None:
-        raise UserError(
-            str(args.write), f"has no lines {' and '.join(markers(title(args)))}; add them around the table"
-        )
+    if args.write:
+        check_page(args.write, title(args))
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
@@ -281,15 +279,13 @@ def one_line(result: Found) -> str:
 def report(results: dict[str, list[Found]], args: argparse.Namespace) -> str:
     """Return the table in Markdown, the machine, and the errors of failed contenders."""
     fastest_stock = max((median(results[n], "tokens_per_s") for n in ran(results) if n != "ours"), default=None)
-    lines = [" | ".join(HEADINGS), "|".join(["---"] * len(HEADINGS))]
     floor_ms = median(results["ours"], "floor_ms") if "ours" in ran(results) else None
-    lines += [" | ".join(row(name, rounds, fastest_stock, floor_ms)) for name, rounds in results.items()]
+    rows = [row(name, rounds, fastest_stock, floor_ms) for name, rounds in results.items()]
     failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in results.items() if "error" in r[-1]]
     failed += dict.fromkeys(f"- {r[-1]['unknown']}" for r in results.values() if "unknown" in r[-1])
     command = f"`python -m tools.bench {' '.join(arguments(args))}`"
-    table = "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
     floor = f" Floor, the matrix products and attention kernels alone: {floor_ms:,.0f} ms." if floor_ms else ""
-    return "\n".join([f"{command}: {machine()}.{floor}", "", table, *([""] if failed else []), *failed])
+    return "\n".join([f"{command}: {machine()}.{floor}", "", table(HEADINGS, rows), *([""] if failed else []), *failed])
 
 
 def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_ms: float | None) -> list[str]:
@@ -342,28 +338,16 @@ def arguments(args: argparse.Namespace) -> list[str]:
 
 
 def title(args: argparse.Namespace) -> str:
-    """Return the title of a benchmark in the markers of a file: its mesh."""
-    return " ".join(o for o in args.overrides if o.startswith("mesh.")) or f"{args.ranks} rank"
+    """Return the name of a benchmark in the markers of a file, with its mesh."""
+    return f"bench {' '.join(o for o in args.overrides if o.startswith('mesh.')) or f'{args.ranks} rank'}"
 
 
-def markers(name: str) -> tuple[str, str]:
-    """Return the lines around the table of a benchmark."""
-    return f"<!-- bench {name} -->", f"<!-- end of bench {name} -->"
-
-
-def marked(text: str, name: str) -> re.Match[str] | None:
-    """Return the match of a benchmark's markers and the text between them; None if they are missing."""
-    first, last = map(re.escape, markers(name))
-    return re.search(f"{first}.*{last}", text, re.DOTALL)
-
-
-def renew(path: Path, name: str, table: str) -> None:
-    """Replace the table between its markers in a file."""
-    text = path.read_text()
-    place = marked(text, name)
-    assert place is not None  # `check` has made sure
-    first, last = markers(name)
-    path.write_text(text[: place.start()] + f"{first}\n{table}\n{last}" + text[place.end() :])
+def check_page(path: Path, name: str) -> None:
+    """Raise UserError if a page has no generated part of a name."""
+    try:
+        split(path.read_text(encoding="utf-8"), name)
+    except ValueError as error:
+        raise UserError(str(path), str(error)) from error
 
 
 def save(folder: Path, results: dict[str, list[Found]], text: str) -> None:

@@ -22,7 +22,7 @@ from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.planning.dry import compile_dry, predict_step
-from tools.bench.command import renew
+from tools.pages import renew
 
 GIB = 2**30
 LENGTHS = 2048, 16384, 32768  # tokens of a row
@@ -162,7 +162,7 @@ def main() -> None:
         print(row, flush=True)
         table.append(row)
     if args.write:
-        renew(args.write, "fits", "\n".join(table))
+        renew(args.write, "bench fits", "\n".join(table))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from compiler_trainer.config.schema import ClusterConfig
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from tools.bench.command import Job
 from tools.bench.job import composed
+from tools.pages import table
 
 MIB, GIB = 2**20, 2**30
 FIGURES = ("measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "load")
@@ -181,13 +182,12 @@ def report(results: Sequence[dict[str, Any]]) -> str:
     """Return the table in Markdown, and the errors."""
     results = medians(results)
     headings = ("ranks", "setting", "backend", "runs", "ms measured", "predicted", "MiB measured", "predicted", "load")
-    lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
     times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
     sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
     errors = [statistics.median(abs(p / m - 1) for p, m in pairs) for pairs in (times, sizes)]
     summary = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
     last = f"{summary}; rank correlation of step times {rank_correlation(times):.2f}."
-    return "\n".join([*lines, "", last, *picks(results)])
+    return "\n".join([table(headings, map(line, results)), "", last, *picks(results)])
 
 
 def medians(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,20 +213,15 @@ def picks(results: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"Of {ranks} ranks {pick['name']} is predicted to be fastest, {off:.1%} slower than the fastest measured."
 
 
-def line(r: dict[str, Any]) -> str:
-    """Return the row of a setting."""
+def line(r: dict[str, Any]) -> list[str]:
+    """Return the cells of a setting's row."""
     ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
     times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
     sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
     clock = "" if r["clock"] == "wall" else f", {r['clock']}"
     over = " OVER" if r["measured_bytes"] > (r.get("budget_bytes") or r["measured_bytes"]) else ""
     names = [str(r["ranks"]), r["name"] + over, r["backend"] + clock, str(r["runs"])]
-    return row([*names, *times, *sizes, f"{r['load']:.1f}"])
-
-
-def row(cells: Sequence[str]) -> str:
-    """Return cells as a table row in Markdown."""
-    return f"| {' | '.join(cells)} |"
+    return [*names, *times, *sizes, f"{r['load']:.1f}"]
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

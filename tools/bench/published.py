@@ -25,11 +25,12 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import load_yaml
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from passes.ir import ir
-from tools.bench.command import marked, markers, renew
+from tools.bench.command import check_page
 from tools.bench.job import composed
+from tools.pages import renew, table
 
 ROWS = Path(__file__).parent / "published"
-TITLE = "published"  # in markers
+TITLE = "bench published"  # in markers
 GIB = 2**30
 
 
@@ -90,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [row for row in read_rows() if fnmatch.fnmatch(row.name, args.only)]
         if not rows:
             raise UserError("--only", f"{args.only!r} names no row; there are {', '.join(r.name for r in read_rows())}")
-        if args.write and marked(args.write.read_text(), TITLE) is None:
-            raise UserError(str(args.write), f"has no lines {' and '.join(markers(TITLE))}; add them around the table")
+        if args.write:
+            check_page(args.write, TITLE)
         if args.write and (args.only != "*" or args.overrides):
             raise UserError("--write", "is for the table of all rows as published; leave out --only and options")
         outcomes = [outcome for row in rows if (outcome := tried(row, args.overrides))]
@@ -155,20 +156,16 @@ def is_of_loss(node: fx.Node) -> bool:
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """Return the table in Markdown, and the errors of the judged rows."""
-    lines = [
-        "| row | tokens/s/GPU published | predicted | GiB published | predicted | |",
-        "|---|---|---|---|---|---|",
-        *map(line, outcomes),
-    ]
-    return "\n".join([*lines, "", *judgement([o for o in outcomes if o.row.is_judged])])
+    heads = ("row", "tokens/s/GPU published", "predicted", "GiB published", "predicted", "")
+    return "\n".join([table(heads, map(line, outcomes)), "", *judgement([o for o in outcomes if o.row.is_judged])])
 
 
-def line(outcome: Outcome) -> str:
-    """Return a row of the table."""
+def line(outcome: Outcome) -> list[str]:
+    """Return the cells of a row of the table."""
     row, memory = outcome.row, outcome.memory_error
     by_memory = f"its memory set the {row.gib_sets}" if row.gib_sets else ""
     notes = [f"set the {row.sets}" if row.sets else row.unlike, by_memory]
-    cells = [
+    return [
         row.name,
         f"{row.tokens_per_s:,.0f}",
         f"{outcome.tokens_per_s:,.0f} ({outcome.speed_error:+.0%})",
@@ -176,7 +173,6 @@ def line(outcome: Outcome) -> str:
         f"{outcome.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
         "; ".join(filter(None, notes)),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def judgement(judged: Sequence[Outcome]) -> list[str]:

@@ -14,13 +14,13 @@ from typing import Any
 
 from tools.gpu_day.parts import PARTS, Part
 from tools.gpu_day.results import Result, Session
+from tools.pages import renew, split, table
 
-BEGIN, END = "<!-- gpu day -->", "<!-- end of gpu day -->"
+GENERATED = "gpu day"  # the part of the page
 COLUMNS = (
     "job", "tokens/s", "torch.compile", "ratio", "predicted", "MFU, %", "peak GiB", "torch.compile", "predicted",
     "first step, s", "torch.compile",
 )  # fmt: skip
-SPEEDS = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 GIB, SHOWN = 2**30, 14
 VERDICTS = (
     "works", "FAILS", "right ", "WRONG", "bodies compared", "further bodies", "error: ", "tokens/s", "free ", "WAITS",
@@ -31,13 +31,9 @@ FACTS = ("loopback", "GiB free")  # of the machine, not of a part
 
 def write(sessions: Sequence[Session], path: Path) -> None:
     """Replace the generated part of a page; for each part the newest result of all sessions counts."""
-    before, _, remainder = path.read_text().partition(BEGIN)
-    _, end, after = remainder.partition(END)
-    if not end:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END}; add them around the generated part")
+    split(path.read_text(encoding="utf-8"), GENERATED)  # raises before the predictions, which take minutes
     with tempfile.TemporaryDirectory() as folder:
-        text = "\n".join((BEGIN, *lines(merged(sessions), Path(folder)), END))
-    path.write_text(before + text + after)
+        renew(path, GENERATED, "\n".join(lines(merged(sessions), Path(folder))))
 
 
 def merged(sessions: Sequence[Session]) -> Session:
@@ -51,13 +47,12 @@ def merged(sessions: Sequence[Session]) -> Session:
 def lines(session: Session, folder: Path) -> Iterator[str]:
     """Yield the page: the machine, what works, speeds next to predictions, outputs."""
     yield f"{session.date}: " + "; ".join(f"{name} {value}" for name, value in session.machine.items()) + "."
-    yield from ("", "| part | result | seconds | command |", "|---|---|---|---|")
-    for result in session.results.values():
-        yield f"| {result.name} | {outcome(result)} | {result.seconds:.0f} | `python -m {result.command}` |"
+    results = [(r.name, outcome(r), f"{r.seconds:.0f}", f"`python -m {r.command}`") for r in session.results.values()]
+    yield from ("", table(("part", "result", "seconds", "command"), results))
     measured = [part for part in PARTS if session.results.get(part.name, Result("", "")).rounds]
     if measured:
-        yield from ("", *SPEEDS)
-        yield from (speeds(part, session.results[part.name], prediction(part, folder)) for part in measured)
+        rows = [speeds(part, session.results[part.name], prediction(part, folder)) for part in measured]
+        yield from ("", table(COLUMNS, rows))
     for result in session.results.values():
         if output_lines := verdicts(result.output) if not result.rounds else []:
             yield from (f"\n{result.name}:\n", "```text", *output_lines, "```")
@@ -94,8 +89,8 @@ def prediction(part: Part, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def speeds(part: Part, result: Result, predicted: dict[str, Any]) -> str:
-    """Return a row of the table of speeds; MFU by the operations that the prediction counts."""
+def speeds(part: Part, result: Result, predicted: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a row of the table of speeds; MFU by the operations that the prediction counts."""
     ours, stock = ([r for r in result.rounds.get(name, ()) if "error" not in r] for name in ("ours", "whole"))
     speed, stock_speed = (statistics.median(r["tokens_per_s"] for r in of) if of else None for of in (ours, stock))
     predicted_speed = predicted.get("tokens_per_s_per_gpu")
@@ -111,7 +106,7 @@ def speeds(part: Part, result: Result, predicted: dict[str, Any]) -> str:
     errors = "; ".join(
         f"{name}: {rounds[-1]['error']}" for name, rounds in result.rounds.items() if "error" in rounds[-1]
     )
-    return f"| {' | '.join((part.name + (f' ({errors})' if errors else ''), *cells))} |"
+    return part.name + (f" ({errors})" if errors else ""), *cells
 
 
 def shown(number: float | None, digits: int) -> str:

@@ -11,18 +11,15 @@ from pathlib import Path
 from compiler_trainer.parity.compare import Verdict
 from tests.nightly.parity.features import AXES, features
 from tests.nightly.parity.record import Record
+from tools.pages import renew
 
-BEGIN, END = "<!-- parity -->", "<!-- end of parity -->"
 NAMES = re.compile(r"%\w+|\d+(\.\d+)?(e-?\d+)?|\S+\.py:\d+|'[^']*'")
 VERDICTS: tuple[Verdict, ...] = ("right", "refused", "wrong", "crash")
 
 
 def write(records: Sequence[Record], path: Path) -> None:
     """Replace the generated part of the page."""
-    before, _, remainder = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = remainder.partition(END)
-    tables = "\n".join((BEGIN, *lines(records), END))
-    path.write_text(before + tables + after, encoding="utf-8")
+    renew(path, "parity", "\n".join(lines(records)))
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import PADDING_DOCUMENT
+from tools import pages
 from tools.bench import command
 from tools.bench.stock import StockLlama
 
@@ -89,10 +90,10 @@ def test_the_rank_that_failed_first_is_believed(tmp_path):
 
 
 def test_only_the_table_between_its_markers_is_renewed(tmp_path):
-    first, last = command.markers("mesh.tp=2")
+    first, last = pages.markers("bench mesh.tp=2")
     path = tmp_path / "README.md"
     path.write_text(f"above\n{first}\nold\n{last}\nbelow\n")
-    command.renew(path, command.title(options()), "new")
+    pages.renew(path, command.title(options()), "new")
     assert path.read_text() == f"above\n{first}\nnew\n{last}\nbelow\n"
 
 

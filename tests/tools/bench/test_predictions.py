@@ -9,6 +9,7 @@ import pytest
 from tools.bench import predicted, published
 from tools.bench.job import composed
 from tools.bench.published import Outcome, Row
+from tools.pages import markers
 
 ROWS = list(published.read_rows())
 ROW = Row("a/b", "a page", "h100", 8, (), tokens_per_s=1000.0, gib=50.0)
@@ -61,7 +62,7 @@ def test_a_pattern_that_names_no_row_is_refused(capsys):
 
 def test_a_page_is_not_written_with_a_part_of_the_rows(capsys, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
-    page.write_text(before := "\n".join(published.markers(published.TITLE)))
+    page.write_text(before := "\n".join(markers(published.TITLE)))
     monkeypatch.setattr(published, "tried", lambda row, overrides: None)
     monkeypatch.setattr(published, "report", lambda outcomes: "")
     for only, message in (("llama3/*", "--write: is for the table of all rows"), ("*", "rows could not be compiled")):
@@ -86,7 +87,7 @@ def test_the_table_of_measured_settings():
 
 def test_a_peak_above_its_budget_is_marked():
     over, within = (predicted.line(RESULT | {"runs": 1, "budget_bytes": size}) for size in (2**20 - 1, 2**20))
-    assert "| dp_shard=2 OVER |" in over and "| dp_shard=2 |" in within
+    assert "dp_shard=2 OVER" in over and "dp_shard=2" in within
 
 
 def test_budgets_lie_between_the_peaks_of_full_and_none(monkeypatch):

@@ -17,6 +17,7 @@ from tools.gpu_day import bodies, command, losses, page, parts, profile, ranks
 from tools.gpu_day.command import main
 from tools.gpu_day.parts import PARTS, Part
 from tools.gpu_day.results import FILE, Result, Session, read
+from tools.pages import markers
 
 MEASURED = [part for part in PARTS if part.job]
 
@@ -115,13 +116,14 @@ def test_the_page_has_results_speeds_next_to_predictions_and_outputs(tmp_path, m
         session.add(result, tmp_path)
     monkeypatch.setattr(page, "prediction", lambda *_: {"tokens_per_s_per_gpu": 40.0, "mfu": 0.5, "peak_mem_bytes": 2**30})
     path = tmp_path / "gpu.md"
-    path.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    begin, end = markers(page.GENERATED)
+    path.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     page.write([read(tmp_path / FILE)], path)
     text = path.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| dense, 8B in 4 layers | 20 | 10 | 2.00 | 40 | 25.0 | 2.0 | 4.0 | 1.0 | 9 | 8 |" in text
     assert "| doctor | **out of time** | 150 |" in text and "2026-11-26: GPUs 1 x A." in text
-    path.write_text(cut := f"before\n{page.BEGIN}\nafter\n")
+    path.write_text(cut := f"before\n{begin}\nafter\n")
     with pytest.raises(ValueError, match="has no lines"):
         page.write([read(tmp_path / FILE)], path)
     assert path.read_text() == cut

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.versions import BEGIN, END, ROOT, TESTS, Pair, counted, losses, renewed
+from tools.pages import markers
+from tools.versions import PART, ROOT, TESTS, Pair, counted, losses, renewed
 
 REPORT = """<testsuites><testsuite tests="4" time="90.0">
 <testcase classname="tests.passes.test_a" name="test_x"/>
@@ -23,6 +24,9 @@ def test_a_report_is_counted_and_failures_are_named():
 
 def test_losses_are_the_first_the_last_and_the_held_out_one():
     assert losses([{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0, "eval_loss": 1.5}]) == ("3.00000", "1.00000", "1.50000")
+
+
+BEGIN, END = markers(PART)
 
 
 def test_a_row_takes_the_place_of_its_own_and_rows_are_in_order():
