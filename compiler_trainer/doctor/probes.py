@@ -23,9 +23,10 @@ from compiler_trainer.console import say
 from compiler_trainer.parity import oracle
 from compiler_trainer.parity.compare import difference, wholes
 from compiler_trainer.parity.of_config import subject_of
-from compiler_trainer.parity.subject import Settings
+from compiler_trainer.parity.subject import Settings, Subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank
+from compiler_trainer.step.step import Step
 
 FP32, BF16, FLOAT8 = 1e-4, 5e-2, 0.5  # of a value's largest entry, gradients among them
 LR = 0.1
@@ -131,25 +132,21 @@ def job(probe: Probe, ranks: int) -> Config:
     return validate(cfg, ranks)
 
 
+def compiled(cfg: Config, subject: Subject) -> Step:
+    """Return the compiled training step of a probe's job, without an evaluation."""
+    return compile_step(
+        copy.deepcopy(subject.model).float(), subject.loss, subject.batches[0], mesh=cfg.mesh, optim=cfg.optim,
+        passes=cfg.passes, lower=cfg.lower, microbatches=cfg.train.microbatches, evaluate=False,
+    )  # fmt: skip
+
+
 def worst_error(cfg: Config, steps: int = 1) -> float:
     """Return the largest difference after some steps, over the largest entry of each value: moments are gradients."""
     subject, microbatches = subject_of(cfg), cfg.train.microbatches
     batches = [*itertools.islice(itertools.cycle(subject.batches), steps)]
     subject = dataclasses.replace(subject, batches=batches)
     *_, expected = oracle.train(subject, Settings(optim=cfg.optim, microbatches=microbatches, lrs=(LR,) * steps))
-    model, device = copy.deepcopy(subject.model).float(), torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    options = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
-    step = compile_step(
-        model,
-        subject.loss,
-        batches[0],
-        **options,  # type: ignore[arg-type]
-        device=device,
-        microbatches=microbatches,
-        evaluate=False,
-    )
+    step = compiled(cfg, subject)
     for batch in batches:
         metrics = step(batch, LR)
     actual = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))

@@ -7,17 +7,16 @@ codes: 0 all agree, 1 one does not.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from compiler_trainer.bisect.values import distance, largest
 from compiler_trainer.config.schema import Config
-from compiler_trainer.doctor.probes import PROBES, Probe, job
+from compiler_trainer.doctor.probes import PROBES, Probe, compiled, job
 from compiler_trainer.parity.of_config import subject_of
-from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import local_device
 from passes.ir import ir
 from passes.ir.bodies import Body, calls_of
@@ -62,12 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def bodies_of(probe: Probe) -> list[Body]:
     """Return the compiled regions of the training programs of a probe's job."""
     cfg: Config = job(probe, 1)
-    subject = subject_of(cfg)
-    step = compile_step(
-        copy.deepcopy(subject.model).float(), subject.loss, subject.batches[0],
-        mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower, device=local_device(), evaluate=False,
-    )  # fmt: skip
-    return list({body: None for compiled in step.train.values() for body in calls_of(compiled.finished)})
+    step = compiled(cfg, subject_of(cfg))
+    return list({body: None for program in step.train.values() for body in calls_of(program.finished)})
 
 
 def value_like(example: Tensor) -> Tensor:
@@ -111,16 +106,7 @@ def spoil(values: Sequence[Tensor]) -> None:
 
 def difference(right: Tensor, actual: Tensor) -> float:
     """Return the largest difference over the largest entry; infinite if one is NaN and the other is not."""
-    a, b = right.double().cpu(), actual.double().cpu()
-    if not a.numel():
-        return 0.0
-    nan = a.isnan()
-    if bool((nan != b.isnan()).any()):
-        return float("inf")
-    a, b = a[~nan], b[~nan]
-    same = a == b  # infinities
-    worst = float((a - b)[~same].abs().max()) if bool((~same).any()) else 0.0
-    return worst / max(float(a[a.isfinite()].abs().max()) if bool(a.isfinite().any()) else 1.0, 1e-30)
+    return float(distance(right, actual).max()) / max(largest(right), 1e-30) if right.numel() else 0.0
 
 
 if __name__ == "__main__":

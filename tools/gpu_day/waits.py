@@ -7,17 +7,14 @@ pin memory and load libraries. Exit codes: 0 no launch waits, 1 one does.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import traceback
 from collections.abc import Sequence
 
 import torch
 
-from compiler_trainer.doctor.probes import PROBES, Probe, job
+from compiler_trainer.doctor.probes import PROBES, Probe, compiled, job
 from compiler_trainer.parity.of_config import subject_of
-from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.ranks import local_device
 
 WARM_UP, CHECKED = 4, 3  # steps; CUDA graphs are recorded in the third
 
@@ -40,10 +37,7 @@ def problem_of(probe: Probe) -> str:
     """Return the error and its traceback if the host waits in a launch of a probe's step; empty if it does not."""
     cfg = job(probe, 1)
     subject = subject_of(cfg)
-    step = compile_step(
-        copy.deepcopy(subject.model).float(), subject.loss, subject.batches[0],
-        mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower, device=local_device(), evaluate=False,
-    )  # fmt: skip
+    step = compiled(cfg, subject)
     for _ in range(WARM_UP):
         step.launch(subject.batches[0], 1e-3)
     try:
