@@ -663,13 +663,17 @@ def dry_world_size(cfg: Config) -> int:
     """Return the ranks of a dry run: `cluster.gpus`, or the product of the mesh; raise UserError without either."""
     if cfg.cluster.gpus is not None:
         return cfg.cluster.gpus
-    sizes = dataclasses.asdict(cfg.mesh)
     if len(open_axes(cfg.mesh)) > 1 and (product := stated(cfg.mesh)) > 1:
         return product
-    if left := [axis for axis, size in sizes.items() if size == -1]:
-        fix = f"set mesh.{left[0]}, or cluster.gpus to the number of GPUs"
-        raise UserError(f"mesh.{left[0]}", f"-1 takes the remaining ranks, and a dry run starts none; {fix}")
-    return math.prod(size for axis, size in sizes.items() if axis != "ep")
+    return ranks_of(cfg.mesh, ", or cluster.gpus to the number of GPUs")
+
+
+def ranks_of(mesh: MeshConfig, another_fix: str = "") -> int:
+    """Return the number of ranks of a mesh that are not started yet; raise UserError if the size of an axis is open."""
+    if left := [axis for axis, size in vars(mesh).items() if size == -1]:
+        problem = "-1 takes the remaining ranks, and nothing says how many there are"
+        raise UserError(f"mesh.{left[0]}", f"{problem}; set mesh.{left[0]}{another_fix}")
+    return stated(mesh)
 
 
 def stated(mesh: MeshConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError, one_line
-from compiler_trainer.config.schema import EIGHT_BITS, Config, FolderConfig, GrpoConfig, MeshConfig
+from compiler_trainer.config.schema import EIGHT_BITS, Config, FolderConfig, GrpoConfig
 from compiler_trainer.data.image_rows import image_tokens_of_row
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.grids import TABLE
@@ -187,16 +186,3 @@ def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch
         entries["desirable"] = (torch.arange(rows) % 2).float()
     entries |= {"margins": torch.rand(rows, generator=generator)} if cfg.data.margins else {}
     return entries | {name: -torch.rand(rows, generator=generator) for name in cfg.reference_entries}
-
-
-def ranks_of(mesh: MeshConfig) -> int:
-    """Return the number of ranks of a mesh; raise UserError if an axis is not stated."""
-    sizes: Mapping[str, int] = vars(mesh)
-    if unstated := [axis for axis, size in sizes.items() if size < 1]:
-        raise UserError(
-            f"mesh.{unstated[0]}", "is the rest of the ranks, but no number of ranks is given here; state it"
-        )
-    count = 1
-    for axis, size in sizes.items():
-        count *= 1 if axis == "ep" else size
-    return count

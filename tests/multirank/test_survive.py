@@ -142,7 +142,7 @@ def until(log, text, times):
 
 @pytest.mark.parametrize(("arguments", "problem"), [
     (["train.steps=3"], "train.steps: cannot change while a job runs; give only mesh.AXIS=SIZE"),
-    (["mesh.dp_shard=-1"], "mesh.dp_shard: is -1; give its size, since new processes are started for it"),
+    (["mesh.dp_shard=-1"], "mesh.dp_shard: -1 takes the remaining ranks, and nothing says how many there are; set mesh.dp_shard"),
     (["mesh.dp_shard=2"], "{run}: has taken no step yet; ask again when it trains"),
 ])
 def test_what_cannot_be_resized_is_refused(arguments, problem, tmp_path, capsys):

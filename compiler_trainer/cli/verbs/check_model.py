@@ -16,8 +16,8 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.jobs import is_job_file, with_files
-from compiler_trainer.config.validate import validate
-from compiler_trainer.parity.of_config import SMALL, check, ranks_of
+from compiler_trainer.config.validate import ranks_of, validate
+from compiler_trainer.parity.of_config import SMALL, check
 
 
 def main(arguments: Sequence[str]) -> int:

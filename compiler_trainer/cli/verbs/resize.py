@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compiler_trainer.cli.table import parser
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.validate import validate
+from compiler_trainer.config.validate import ranks_of, validate
 from compiler_trainer.elastic.member import ask_for
 from compiler_trainer.runs.saved import options_of
 from compiler_trainer.step.captured import mesh_of
@@ -27,11 +27,8 @@ def main(arguments: Sequence[str]) -> None:
     cfg = options_of(args.run, args.sizes)
     if not cfg.run.elastic:
         raise UserError("run.elastic", f"is false in {args.run}; stop it, and resume it with the other mesh")
-    if -1 in (sizes := vars(cfg.mesh)).values():
-        axis = next(axis for axis, size in sizes.items() if size == -1)
-        raise UserError(f"mesh.{axis}", "is -1; give its size, since new processes are started for it")
+    validate(cfg, ranks_of(cfg.mesh))
     mesh = mesh_of(cfg.mesh)
-    validate(cfg, mesh.world_size)
     ask_for(launcher_of(args.run), cfg.mesh, mesh.world_size)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes if size > 1) or "one rank"
     print(f"{args.run} changes to {axes} after its next snapshot; it makes one every {cfg.run.snapshot_interval} steps")

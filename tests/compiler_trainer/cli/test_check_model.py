@@ -124,7 +124,7 @@ def test_a_model_that_draws_is_compared_without_dropout_and_between_meshes(optio
     ("arguments", "message"),
     [
         (("test_check_model.OfOneDevice", "mesh.tp=2"), "error: model"),
-        (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: is the rest of the ranks, but no number of ranks is given here; state it\n"),
+        (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: -1 takes the remaining ranks, and nothing says how many there are; set mesh.dp_shard\n"),
         (("strangers.Reader", "model.width=6", "optim=adamw8bit"), "error: optim: adamw8bit rounds its moments, which eager PyTorch does not do; use optim=adamw\n"),
         (("test_check_model.half_precision_only",), "error: model: eager PyTorch cannot run it in float64 on the CPU (RuntimeError: "),
         (("strangers.Reader", "model.width=6", "passes.cast.param_dtype=bfloat16"), "error: passes.cast.param_dtype: is bfloat16, whose rounding would hide an error; set it to null\n"),

@@ -15,14 +15,14 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.jobs import made_where_missing
-from compiler_trainer.config.validate import validate
+from compiler_trainer.config.validate import ranks_of, validate
 from compiler_trainer.models.further import further_logits
 from compiler_trainer.models.shrunk import shrunk
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject
 from compiler_trainer.models.transformers_private import add_further_layers, without_further_layers
 from compiler_trainer.models.weights import stored_in
-from compiler_trainer.parity.of_config import SMALL, check, ranks_of
+from compiler_trainer.parity.of_config import SMALL, check
 from compiler_trainer.parity.one_device import on_one_device
 from compiler_trainer.runs.export import add_tensors, write_folder
 

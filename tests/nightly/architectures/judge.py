@@ -21,12 +21,12 @@ from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.device import resolve_auto
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
-from compiler_trainer.config.validate import validate
+from compiler_trainer.config.validate import ranks_of, validate
 from compiler_trainer.models.documents import UNTRIED
 from compiler_trainer.models.probes import way_of
 from compiler_trainer.parity import compare, oracle
 from compiler_trainer.parity.compare import Outcome
-from compiler_trainer.parity.of_config import SMALL, check, ranks_of, settings_of, subject_of
+from compiler_trainer.parity.of_config import SMALL, check, settings_of, subject_of
 from compiler_trainer.parity.oracle import Found
 from compiler_trainer.parity.subject import Settings, Subject
 from tests.nightly.architectures.tiny import tiny
