@@ -31,13 +31,12 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import DTYPES, FORWARD, Pipeline, build_pipeline
 from compiler_trainer.request import CompileRequest, LossFn
-from compiler_trainer.step.captured import one_microbatch
+from compiler_trainer.step.captured import mesh_of, one_microbatch
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare, run
 from passes.check.runner import apply_pass
 from passes.check.verify import neighbours, verify_spec
 from passes.ir import ir
-from passes.ir.mesh import Mesh, MeshError
 from passes.ir.spec import Spec
 from passes.ir.stages import Stage
 
@@ -106,21 +105,20 @@ def bisect(
     Raises:
         UserError: the input is refused.
     """
-    update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
+    update = build(OptimConfig, optim or {}, "optim")
     parts = [one_microbatch(batch, microbatches, number) for number in range(microbatches)]
     dtype = None
     if isinstance(passes, Pipeline):
         pipeline = passes
     else:
-        options = passes if isinstance(passes, PassesConfig) else build(PassesConfig, dict(passes or {}), "passes")
-        options = passes_on(options, on_gpu=False)
+        options = passes_on(build(PassesConfig, passes or {}, "passes"), on_gpu=False)
         request = CompileRequest(
             model=model, loss_fn=loss_fn, batch=parts[0], passes=options, optim=update, microbatches=microbatches
         )
         dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(request)
-    sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
-    if sizes.get("pp", 1) > 1:
-        problem = f"is {sizes['pp']}, but bisect follows a single program from pass to pass; set mesh.pp=1"
+    job_mesh = mesh_of(mesh)
+    if job_mesh["pp"] > 1:
+        problem = f"is {job_mesh['pp']}, but bisect follows a single program from pass to pass; set mesh.pp=1"
         raise UserError("mesh.pp", problem)
     if pipeline.is_cut:
         problem = "bisect follows a single program from pass to pass; set it to microbatch"
@@ -128,10 +126,7 @@ def bisect(
     if any(step.name == "batch_overlap" for step in pipeline[FORWARD].passes):
         raise UserError("passes.communication.batch_overlap", "bisect follows one microbatch; set it to 1")
     program, ctx = capture(model, loss_fn, parts[0], torch.device("cpu"), dtype)
-    try:
-        program = dataclasses.replace(program, mesh=Mesh.of(sizes))
-    except MeshError as error:
-        raise UserError(error.option, error.problem) from error
+    program = dataclasses.replace(program, mesh=job_mesh)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     contents = "every value of all ranks, before and after a pass"

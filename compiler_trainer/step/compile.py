@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ from passes.pipeline.schedules import Schedule, play
 
 if TYPE_CHECKING:
     from passes.check.runner import Observer
-
-T = TypeVar("T")
 
 
 def compile_step(
@@ -89,10 +87,10 @@ def compile_step(
         UserError: names the option or input at fault.
         CompileError: names the line of the model that a pass cannot rewrite, and the fix.
     """
-    update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
+    update, options = build(OptimConfig, optim or {}, "optim"), build(PassesConfig, passes or {}, "passes")
     job_mesh, device = mesh_of(mesh), default_device(ranks) if device is None else torch.device(device)
     options = passes_on(options, device.type == "cuda")
-    lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
+    lower = build(LowerConfig, lower or _default_lower(ranks), "lower")
     runtime = _runtime(ranks, job_mesh, lower, device, tell)
     on_cpu = ranks == "processes" and device.type == "cpu"
     if on_cpu:
@@ -267,10 +265,6 @@ def _initial_values(model: nn.Module, initial: Iterable[tuple[str, Value]] | Non
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta:
             yield name, tensor.detach()
-
-
-def _typed(cls: type[T], value: Any, option: str) -> T:
-    return value if isinstance(value, cls) else build(cls, dict(value or {}), option)
 
 
 def _default_lower(ranks: str) -> dict[str, str]:
