@@ -31,10 +31,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective; it starts at `line`, and its first result is waited for at `waited`.
+    """One collective, which starts at `line`.
 
-    Between the two lie `between` operators of `between_flops` FLOPs, which may hide it. `exposed_ms` is the predicted
-    time for which the computation waits for it, None without a prediction.
+    Before its first result is waited for lie `between` operators of `between_flops` FLOPs, which may hide it.
+    `exposed_ms` is the predicted time for which the computation waits for it, None without a prediction.
     """
 
     node: str
@@ -42,7 +42,6 @@ class Sent:
     axis: str
     sent_bytes: int
     line: int
-    waited: int
     between: int
     between_flops: int
     exposed_ms: float | None
@@ -115,8 +114,7 @@ def collectives(run: Run, stage: Stage) -> list[Sent]:
         between = max(0, busy[wait] - busy[start + 1])
         between_flops = max(0, worked[wait] - worked[start + 1])
         ms = None if exposed is None else exposed.get(name, 0.0)
-        at, until = operators[start].line, operators[wait].line
-        records.append(Sent(name, kind, axis, sent, at, until, between, between_flops, ms))
+        records.append(Sent(name, kind, axis, sent, operators[start].line, between, between_flops, ms))
     return sorted(records, key=bareness)
 
 

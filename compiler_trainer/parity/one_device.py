@@ -76,9 +76,3 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, ena
     rows, size = q.shape[0], q.shape[2]
     mask = create_mask(block_mask.mask_mod, rows, None, size, size, device=q.device)  # type: ignore[arg-type]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
-
-
-def sliced_products(rows: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
-    """Return `F.grouped_mm` of rows [M, in], w [E, in, out] and the ends of each expert's rows, in any dtype."""
-    starts = [0, *offs.tolist()[:-1]]
-    return torch.cat([rows[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, offs.tolist(), strict=True))])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from oracle import Batch
+from products import sliced_products
 from torch import Tensor, nn
-
-from compiler_trainer.parity.one_device import sliced_products
 
 WIDTH, INNER, TOP = 6, 5, 2
 

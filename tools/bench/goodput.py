@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HOUR_S = 3600.0
+OF_MACHINE = 8  # GPUs
 FAILURES = {1024: 7.9, 16384: 1.8}  # hours between failures, by GPUs, as reported by others (docs/measured/goodput.md)
 
 
@@ -37,7 +38,7 @@ class Way:
     joins_after_s: float = 0.0
 
 
-def goodput(way: Way, gpus: int, between_s: float, seconds: float, draw: random.Random, machine: int = 8) -> float:
+def goodput(way: Way, gpus: int, between_s: float, seconds: float, draw: random.Random) -> float:
     """Return the share of `seconds` that equals training on all GPUs without a failure."""
     now = trained = since_copy = 0.0
     stops: list[float] = []  # when machines that replace others are there
@@ -58,7 +59,7 @@ def goodput(way: Way, gpus: int, between_s: float, seconds: float, draw: random.
             now += way.recovery_s
         else:
             since_copy, now = 0.0, now + way.copy_s
-        speed = 1 - machine * len(stops) / gpus
+        speed = 1 - OF_MACHINE * len(stops) / gpus
     return trained / now
 
 

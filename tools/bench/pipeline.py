@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from compiler_trainer.models.attention import rotary_tables
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
-from compiler_trainer.step.step import Step
 
 Batch = dict[str, Tensor]
 
@@ -101,8 +99,10 @@ def main() -> None:
 
     def ours(backend: str) -> Callable[[], float]:
         began = time.perf_counter()
-        how = {"pp": stages}, optim, {"backend": backend}
-        step = compiled(model(), batch, args.rows, *how)
+        step = compile_step(
+            model(), loss_fn, batch, mesh={"pp": stages}, optim=optim, lower={"backend": backend},
+            microbatches=args.rows, evaluate=False,
+        )  # fmt: skip
         if rank() == 0:
             print(f"{backend}: compiled in {time.perf_counter() - began:.1f} s", flush=True)
         return lambda: step(batch)["loss"]
@@ -123,19 +123,9 @@ def main() -> None:
         for name, times in seconds.items():
             ratio = statistics.median(s / own for s, own in zip(seconds["stock"], times, strict=True))
             print(f"| {name} | {tokens / statistics.median(times):,.0f} | {ratio:.2f} | {losses[name][-1]:.5f} |")
-        print(f"largest difference of losses: {most(losses['stock'], losses['ours']):.1e}", flush=True)
+        off = max(abs(a - b) for a, b in zip(losses["stock"], losses["ours"], strict=True))
+        print(f"largest difference of losses: {off:.1e}", flush=True)
     stop_ranks()
-
-
-def compiled(model: Llama, batch: Batch, microbatches: int, mesh: Any, optim: Any, lower: Any) -> Step:
-    """Return our step."""
-    options = {"mesh": mesh, "optim": optim, "lower": lower}
-    return compile_step(model, loss_fn, batch, microbatches=microbatches, evaluate=False, **options)
-
-
-def most(first: list[float], second: list[float]) -> float:
-    """Return the largest difference of two loss curves."""
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,6 @@ const bytes = (n) => scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
 const flops = (n) => (n ? scaled(n, 1000, ["", "K", "M", "G", "T", "P", "E"]).trim() : "");
 const ms = (n) => (n >= 1000 ? `${(n / 1000).toPrecision(3)} s` : n >= 1 ? `${n.toPrecision(3)} ms` : `${(1000 * n).toPrecision(3)} µs`);
 
-const stageOf = (n) => run.stages[n];
 const stageLink = (n, line) => `#graph/${n}${line ? `/${line}` : ""}`;
 const nodeLink = (n, line, name) => `<a class="mono" href="${stageLink(n, line)}">%${escapeHtml(name)}</a>`;
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from products import sliced_products
 
 from compiler_trainer import models
 from compiler_trainer.capture.capture import capture
@@ -17,7 +18,7 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models.experts import Experts, MixtureOfExperts, rows_by_expert
 from compiler_trainer.models.router import Router
-from compiler_trainer.parity.one_device import LoopedExperts, looped, sliced_products
+from compiler_trainer.parity.one_device import LoopedExperts, looped
 from compiler_trainer.step.exported import depends_on_mode, evaluating
 
 F64 = torch.float64

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler_trainer.parity.one_device import sliced_products
 from compiler_trainer.parity.subject import Batch, Terms
 from tests.nightly.parity.models.kind import Kind, normal
+from tests.support.products import sliced_products
 
 INNER = 7
 
