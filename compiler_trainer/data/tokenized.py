@@ -12,6 +12,7 @@ from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote, json_of, write_atomically
+from compiler_trainer.config.jobs import as_override
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.sources import source_of
@@ -126,7 +127,7 @@ def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     for name in ("chat", "pairs", "train_on", "records", "labels", "margins"):
         theirs, ours = (getattr(options, name) for options in (manifest, cfg))
         if theirs != ours:
-            there, here = (str(value).lower() if isinstance(value, bool) else str(value) for value in (theirs, ours))
+            there, here = as_override(theirs), as_override(ours)
             raise UserError(f"data.{name}", f"is {here}, but {folder} was made with {there}; set it to {there}")
     check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])

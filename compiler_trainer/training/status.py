@@ -101,7 +101,7 @@ class Status:
         self.changed = now = time.monotonic()
         if self.trains and (is_phase or now - self.written >= WRITE_EVERY_S):
             self.written = now
-            with contextlib.suppress(OSError):  # a full disk is reported by the checkpoint
+            with contextlib.suppress(UserError):  # a full disk is reported by the checkpoint
                 write_atomically(Path(self.cfg.run.dir, FILE), json.dumps(self.state) + "\n")
         is_free = self.post is None or self.post.done() and now - self.posted >= POST_EVERY_S
         if SERVER in os.environ and (is_phase or is_free):

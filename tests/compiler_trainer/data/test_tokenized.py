@@ -192,7 +192,7 @@ def test_labels_of_tokens_are_compared_as_they_are_written(tmp_path):
     options = {"name": "text", "records": "classes", "cache": str(tmp_path / "cache")}
     tokenized.write(DataConfig(files=(str(path),), labels=("Yes", "no"), **options), tmp_path / "out", ALL)
     theirs = DataConfig(**options | {"name": "tokens"}, tokens=str(tmp_path / "out"), labels=("yes", "no"))
-    with pytest.raises(UserError, match=r"^data.labels: is \('yes', 'no'\), but .*out was made with \('Yes', 'no'\)"):
+    with pytest.raises(UserError, match=r"^data.labels: is \['yes','no'\], but .*out was made with \['Yes','no'\]; set it to \['Yes','no'\]$"):
         batches(theirs)
 
 

@@ -100,6 +100,13 @@ def test_numbers_are_those_of_the_last_step_and_the_last_evaluation(tmp_path):
     assert "loss" not in status.state and status.state["phase"] == "preparing"
 
 
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    status = Status(options(tmp_path / "run"))  # whose folder is not there
+    status.start(options(tmp_path / "run"), 0)
+    status.log({"step": 1, "loss": 2.0})
+    assert status.state["loss"] == 2.0 and not (tmp_path / "run").exists()
+
+
 def test_a_run_that_takes_no_steps_any_more_is_not_well(tmp_path, monkeypatch):
     cfg = options(tmp_path, run=RunConfig(str(tmp_path), timeout_s=5.0))
     now = [100.0]
