@@ -48,79 +48,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from passes.signals import undisturbed
 
-__all__ = [
-    "Ask",
-    "BatchNorm",
-    "FakeTensor",
-    "FakeTensorMode",
-    "LOWERING",
-    "LazyGraphModule",
-    "OpOverload",
-    "OpOverloadPacket",
-    "SET_GRAD_ENABLED",
-    "TorchDispatchMode",
-    "binding_of",
-    "build_library",
-    "c10d",
-    "checkpoints_inside",
-    "collectives_recorded",
-    "compile_inner",
-    "compiler_folder",
-    "compiler_state",
-    "composite_operators",
-    "composites_of",
-    "context_parallel_internals",
-    "conversions_as",
-    "data_dependent",
-    "decomposition",
-    "derivatives_as_operators",
-    "dump_allocations",
-    "describe_layout",
-    "flex_attention",
-    "flex_attention_backward",
-    "flex_with_gradients",
-    "functions_as",
-    "gloo_of_one_thread",
-    "graph_of",
-    "grouped_products_as",
-    "execute_only",
-    "is_code_alone",
-    "is_composite",
-    "is_real",
-    "import_cpp_compiler",
-    "inductor_decompositions",
-    "inference_as_no_grad",
-    "inductor_options",
-    "instruction_set",
-    "instructions_untested",
-    "keep_after",
-    "kernels_of",
-    "kernels_together",
-    "is_profiling",
-    "is_real",
-    "lazy_graph_modules",
-    "line_mode",
-    "load_compiled",
-    "load_library",
-    "number_in",
-    "quiet_failures",
-    "record_allocations",
-    "regions_in_line",
-    "register_axis_group",
-    "resolve_axis_group",
-    "save_compiled",
-    "see_one_gpu",
-    "snapshot",
-    "start_workers",
-    "step_by_step",
-    "tensor_checks_as",
-    "trace_artifact",
-    "tree_iter",
-    "tree_map_only",
-    "unvalidated_distributions",
-    "without_lowering",
-    "without_modes",
-]
+__all__ = ["BatchNorm", "LazyGraphModule", "OpOverloadPacket", "TorchDispatchMode", "tree_iter"]  # re-exported
 
 c10d = torch.ops._c10d_functional
 Ask = Callable[[list[str], str], Callable[[], Any]]  # (argument types of a C++ kernel, its source) -> its loader
@@ -923,7 +851,6 @@ def _flex_as_laid_out() -> Iterator[None]:
     """
     from torch._inductor.ir import ExternKernel, TensorBox
     from torch._inductor.lowering import lowerings
-    from torch.utils._pytree import tree_map_only
 
     def lowered(lower: Callable, positions: tuple[int, ...]) -> Callable:
         def run(*args: Any) -> Any:
