@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -32,6 +33,7 @@ from passes.rules.losses import LINEAR_CROSS_ENTROPY
 from passes.trace.builder import Builder
 from passes.trace.functions import define, remember
 
+Chunk = Callable[..., Any]
 Step = tuple[Tensor, Callable[[Tensor], Tensor]]  # a result, and a function from its gradient to the operand's
 
 
@@ -81,7 +83,7 @@ class Head:
     padded: bool = False
 
     def run(
-        self, chunk: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
+        self, chunk: Chunk, hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
         """Return a rank's term of the sum and its gradients.
 
@@ -89,21 +91,21 @@ class Head:
         the gradients of weight and bias; that of hidden has its dtype. `chunk` is called for each chunk, which has its
         own memory, so that all calls are equal.
         """
-        size, dtype = -(-len(hidden) // self.chunks), loss_dtype(hidden.dtype, self.between)
-        parts = [(x.clone(), y.clone()) for x, y in zip(hidden.split(size), labels.split(size))]
+        dtype = loss_dtype(hidden.dtype, self.between)
         sums = [torch.zeros((), dtype=dtype, device=hidden.device)]
         sums += [torch.zeros_like(operand, dtype=dtype) for operand in (weight, *bias)]
-        along_hidden = []
-        for x, y in parts:
-            along, *sums = chunk(x, y, ids, *sums, weight, *bias)
-            along_hidden.append(along)
-        total, *along_others = sums
-        return [total, torch.cat(along_hidden), *along_others]
+        along_hidden, total, *along_others = add_up(chunk, self.split(hidden, labels), sums, ids, weight, *bias)
+        return [total, along_hidden, *along_others]
 
-    def chunk(self, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor) -> list[Tensor]:
+    def split(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """Split tensors into chunks, each with its own memory, and return those of each chunk."""
+        size = -(-len(tensors[0]) // self.chunks)
+        return [*zip(*([part.clone() for part in tensor.split(size)] for tensor in tensors))]
+
+    def chunk(self, x: Tensor, y: Tensor, *sums_and_operands: Tensor) -> list[Tensor]:
         """Return the gradient of x[m, d], and the running sums of losses and of gradients of weight and bias."""
-        count = len(sums_and_weights) // 2 + 1
-        sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
+        count = len(sums_and_operands) // 2
+        sums, (ids, weight, *bias) = sums_and_operands[:count], sums_and_operands[count:]
         value, undo = self.values(x, ids, weight, *bias)
         lse = self.lse_over_ranks(value.logsumexp(1))
         counts, hit = self.match_labels(y, ids)
@@ -162,6 +164,15 @@ class Head:
         return lse
 
 
+def add_up(chunk: Chunk, parts: Iterable[Iterable[Tensor]], sums: list[Tensor], *operands: Tensor) -> list[Tensor]:
+    """Return the joined first results of `chunk`, which is called for each part, and the sums that it continues."""
+    joined = []
+    for tensors in parts:
+        first, *sums = chunk(*tensors, *sums, *operands)
+        joined.append(first)
+    return [torch.cat(joined), *sums]
+
+
 def name_of_dtype(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as `float32`."""
     return str(dtype).removeprefix("torch.")
@@ -175,66 +186,43 @@ def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
 
 # ---- the operator of the global program --------------------------------------------------------------
 
+library = torch.library.Library("ct", "FRAGMENT")
 SCHEMA = "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks) -> Tensor"
 
 
-def _run_global(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, between: list[str], ignored: int, chunks: int
-) -> list[Tensor]:
-    ids, head = torch.arange(len(weight), device=weight.device), Head(tuple(between), ignored, chunks)
-    return head.run(head.chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
+def define_global(name: str, schema: str, reference: Callable[..., Tensor]) -> Any:
+    """Define the operator `name`, which `Shard` replaces; the verifier runs `reference`, in plain PyTorch."""
+    unqualified = name.removeprefix("ct::")
+    library.define(unqualified + schema)
+    library.impl(unqualified, reference, "CompositeImplicitAutograd")
+    return getattr(torch.ops.ct, unqualified).default
 
 
-def global_operator(
-    name: str,
-    run: Callable[..., list[Tensor]],
-    shape_of: Callable[[Tensor], Sequence[int]],
-    differentiate: Callable[..., tuple],
-) -> Any:
-    """Define the operator `name`, which returns the first result of `run`, and its backward.
-
-    The labels determine the result's shape.
-    """
-    op = torch.library.custom_op(name, lambda *args: run(*args)[0], mutates_args=(), schema=SCHEMA)
-    op.register_fake(
-        lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
-            shape_of(labels), dtype=loss_dtype(hidden.dtype, tuple(between))
-        )
-    )
-
-    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        hidden, weight, labels, bias, *ctx.options = inputs
-        ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
-
-    op.register_autograd(differentiate, setup_context=keep)
-    return getattr(torch.ops.ct, name.removeprefix("ct::")).default
+def losses(
+    reduction: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    between: Sequence[str],
+    ignored: int,
+    chunks: int,
+) -> Tensor:
+    """Return the cross-entropies, from all logits at once."""
+    value, _ = Head(tuple(between), ignored, chunks).apply_steps(F.linear(hidden, weight, bias))
+    return F.cross_entropy(value, labels, ignore_index=ignored, reduction=reduction)
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
-    hidden, weight, labels, *bias = ctx.saved_tensors
-    _, *gradients = _run_global(hidden, weight, labels, bias[0] if bias else None, *ctx.options)
-    along = scale_gradients(gradient, gradients, (hidden, weight, *bias))
-    return *along[:2], None, along[2] if bias else None, None, None, None
+linear_cross_entropy = define_global(LINEAR_CROSS_ENTROPY, SCHEMA, partial(losses, "sum"))
 
 
-def scale_gradients(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
-    """Multiply the precomputed gradients by the incoming gradient of the summed loss, in the dtypes of the operands."""
-    return [(gradient * g).to(x.dtype) for g, x in zip(along, operands, strict=True)]
-
-
-linear_cross_entropy = global_operator(LINEAR_CROSS_ENTROPY, _run_global, lambda labels: (), _differentiate)
-
-
-# ---- the operator of a rank --------------------------------------------------------------------------
+# ---- the operators of a rank -------------------------------------------------------------------------
 
 
 def local_operator(head: Head, biased: bool) -> Any:
     """Define `local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (sum, dhidden, dweight[, dbias])`."""
-    chunk = define("local", "linear_cross_entropy_chunk", head.chunk, 6 + 2 * biased, 3 + biased)
-    remember(chunk, head.chunk, communicates=True)
-    run = partial(head.run, chunk)
-    op = define("local", "linear_cross_entropy", run, 4 + biased, 3 + biased)
-    remember(op, run, communicates=True)
+    counts = (4 + biased, 3 + biased), (6 + 2 * biased, 3 + biased)
+    op = in_chunks("linear_cross_entropy", head.run, head.chunk, *counts)
 
     def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
         hidden, weight, _, _, *bias = inputs
@@ -246,9 +234,24 @@ def local_operator(head: Head, biased: bool) -> Any:
         return hidden, weight, None, None, *bias
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
-    if op.overloadpacket not in flop_registry:
-        register_flop_formula(op.overloadpacket)(flops)
+    count(op, flops)
     return op
+
+
+def in_chunks(name: str, run: Chunk, chunk: Chunk, counts: tuple[int, int], chunk_counts: tuple[int, int]) -> Any:
+    """Define an operator that calls another one for each chunk; `counts` are numbers of tensors and results."""
+    part = define("local", f"{name}_chunk", chunk, *chunk_counts)
+    remember(part, chunk, communicates=True)
+    body = partial(run, part)
+    op = define("local", name, body, *counts)
+    remember(op, body, communicates=True)
+    return op
+
+
+def count(op: Any, formula: Callable[..., int]) -> None:
+    """Register an operator's FLOPs formula."""
+    if op.overloadpacket not in flop_registry:
+        register_flop_formula(op.overloadpacket)(formula)
 
 
 def flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:

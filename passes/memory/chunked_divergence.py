@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.ir import ir
 from passes.ir.spec import Spec
-from passes.memory.chunked import class_ids, flops, loss_dtype
-from passes.memory.chunked_tokens import Chunk, TokenHead, count, in_chunks
+from passes.memory.chunked import Chunk, add_up, class_ids, count, define_global, flops, in_chunks
+from passes.memory.chunked_tokens import TokenHead
 from passes.ops import reshard
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_DIVERGENCES
@@ -48,7 +49,7 @@ class Divergence:
         Takes hidden[n, d], weight[c, d], theirs[n, e], their_weight[c, e], ids i64[c]. Results are in fp32 or wider.
         Only the reverse direction needs the sums; they are the rank's terms otherwise.
         """
-        parts = zip(*self.ours.split(hidden, theirs))
+        parts = self.ours.split(hidden, theirs)
         return [torch.cat(pieces) for pieces in zip(*(chunk(x, y, weight, their_weight, ids) for x, y in parts))]
 
     def terms_of_chunk(self, x: Tensor, y: Tensor, weight: Tensor, their_weight: Tensor, ids: Tensor) -> list[Tensor]:
@@ -86,11 +87,8 @@ class Divergence:
         ids: Tensor,
     ) -> list[Tensor]:
         """Return the gradients of hidden, in its dtype, and of weight, in fp32 or wider, from those of divergences."""
-        along_weight, along_hidden = torch.zeros_like(weight, dtype=lse.dtype), []
-        for tensors in zip(*self.ours.split(slopes, totals, lse, their_lse, hidden, theirs)):
-            along, along_weight = chunk(*tensors, along_weight, weight, their_weight, ids)
-            along_hidden.append(along)
-        return [torch.cat(along_hidden), along_weight]
+        parts = self.ours.split(slopes, totals, lse, their_lse, hidden, theirs)
+        return add_up(chunk, parts, [torch.zeros_like(weight, dtype=lse.dtype)], weight, their_weight, ids)
 
     def gradients_of_chunk(
         self,
@@ -138,37 +136,16 @@ def divergence_of(
     return Divergence(ours, theirs, is_forward)
 
 
-def _run_global(hidden: Tensor, weight: Tensor, theirs: Tensor, their_weight: Tensor, *options: Any) -> list[Tensor]:
-    divergence, ids = divergence_of(*options), torch.arange(len(weight), device=weight.device)
-    return divergence.terms(divergence.terms_of_chunk, hidden, weight, theirs, their_weight, ids)
+def divergences(hidden: Tensor, weight: Tensor, theirs: Tensor, their_weight: Tensor, *options: Any) -> Tensor:
+    """Return the divergences, from all logits at once; the second head gets no gradient."""
+    divergence = divergence_of(*options)
+    ours, _ = divergence.ours.apply_steps(F.linear(hidden, weight))
+    others, _ = divergence.theirs.apply_steps(F.linear(theirs, their_weight).detach())
+    target, other = (others, ours) if divergence.is_forward else (ours, others)
+    return F.kl_div(other.log_softmax(1), target.log_softmax(1), log_target=True, reduction="none").sum(1)
 
 
-def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    *tensors, ctx.between, ctx.their_between, ctx.is_forward, ctx.chunks = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
-    hidden, weight, theirs, their_weight = ctx.saved_tensors
-    options = ctx.between, ctx.their_between, ctx.is_forward, ctx.chunks
-    divergence, ids = divergence_of(*options), torch.arange(len(weight), device=weight.device)
-    _, totals, lse, their_lse = _run_global(hidden, weight, theirs, their_weight, *options)
-    along, along_weight = divergence.gradients(
-        divergence.gradients_of_chunk, gradient, totals, lse, their_lse, hidden, theirs, weight, their_weight, ids
-    )
-    return along, along_weight.to(weight.dtype), None, None, None, None, None, None
-
-
-_operator = torch.library.custom_op(
-    LINEAR_DIVERGENCES, lambda *args: _run_global(*args)[0], mutates_args=(), schema=SCHEMA
-)
-_operator.register_fake(
-    lambda hidden, weight, theirs, their_weight, between, their_between, is_forward, chunks: hidden.new_empty(
-        len(hidden), dtype=loss_dtype(hidden.dtype, tuple(between))
-    )
-)
-_operator.register_autograd(_differentiate, setup_context=_keep)
-linear_divergences = torch.ops.ct.linear_divergences.default
+linear_divergences = define_global(LINEAR_DIVERGENCES, SCHEMA, divergences)
 
 
 # ---- the operators of a rank -------------------------------------------------------------------------

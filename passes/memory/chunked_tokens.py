@@ -12,21 +12,17 @@ node until the program is finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from passes.memory.chunked import Head, emit, flops, global_operator
+from passes.memory.chunked import SCHEMA, Chunk, Head, add_up, count, define_global, emit, flops, in_chunks, losses
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPIES
-from passes.trace.functions import define, remember
-
-Chunk = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class TokenHead(Head):
 
         Takes hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c].
         """
-        parts = zip(*self.split(hidden, labels))
+        parts = self.split(hidden, labels)
         return [torch.cat(pieces) for pieces in zip(*(chunk(x, y, ids, weight, *bias) for x, y in parts))]
 
     def losses_of_chunk(self, x: Tensor, y: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor) -> list[Tensor]:
@@ -63,54 +59,21 @@ class TokenHead(Head):
     ) -> list[Tensor]:
         """Return gradients of hidden, in its dtype, of weight and bias, in fp32 or wider, from those of losses, [n]."""
         sums = [torch.zeros_like(operand, dtype=lse.dtype) for operand in (weight, *bias)]
-        along_hidden = []
-        for tensors in zip(*self.split(slopes, lse, hidden, labels)):
-            along, *sums = chunk(*tensors, ids, *sums, weight, *bias)
-            along_hidden.append(along)
-        return [torch.cat(along_hidden), *sums]
+        return add_up(chunk, self.split(slopes, lse, hidden, labels), sums, ids, weight, *bias)
 
     def gradients_of_chunk(
-        self, slopes: Tensor, lse: Tensor, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor
+        self, slopes: Tensor, lse: Tensor, x: Tensor, y: Tensor, *sums_and_operands: Tensor
     ) -> list[Tensor]:
         """Return the gradient of x[m, d], and the running sums of gradients of weight and bias."""
-        count = len(sums_and_weights) // 2
-        sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
+        count = len(sums_and_operands) // 2
+        sums, (ids, weight, *bias) = sums_and_operands[:count], sums_and_operands[count:]
         value, undo = self.values(x, ids, weight, *bias)
         slope = self.slope(value, lse, *self.match_labels(y, ids)) * slopes.unsqueeze(1)
         along, *terms = self.along(slope, undo, x, weight, *bias)
         return [along, *(before + term for before, term in zip(sums, terms, strict=True))]
 
-    def split(self, *tensors: Tensor) -> list[list[Tensor]]:
-        """Split tensors into chunks, each with its own memory."""
-        size = -(-len(tensors[0]) // self.chunks)
-        return [[part.clone() for part in tensor.split(size)] for tensor in tensors]
 
-
-# ---- the operator of the global program --------------------------------------------------------------
-
-
-def head_of(hidden: Tensor, weight: Tensor, between: list[str], ignored: int, chunks: int) -> tuple[TokenHead, Tensor]:
-    """Return a head with all classes, and their ids."""
-    return TokenHead(tuple(between), ignored, chunks), torch.arange(len(weight), device=weight.device)
-
-
-def _run_global(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any) -> list[Tensor]:
-    head, ids = head_of(hidden, weight, *options)
-    return head.losses(head.losses_of_chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
-
-
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
-    hidden, weight, labels, *bias = ctx.saved_tensors
-    _, lse = _run_global(hidden, weight, labels, bias[0] if bias else None, *ctx.options)
-    head, ids = head_of(hidden, weight, *ctx.options)
-    gradients = head.gradients(head.gradients_of_chunk, gradient, lse, hidden, weight, labels, ids, *bias)
-    along = [g.to(x.dtype) for g, x in zip(gradients, (hidden, weight, *bias), strict=True)]
-    return *along[:2], None, along[2] if bias else None, None, None, None
-
-
-linear_cross_entropies = global_operator(
-    LINEAR_CROSS_ENTROPIES, _run_global, lambda labels: labels.shape, _differentiate
-)
+linear_cross_entropies = define_global(LINEAR_CROSS_ENTROPIES, SCHEMA, partial(losses, "none"))
 
 
 # ---- the operators of a rank -------------------------------------------------------------------------
@@ -136,22 +99,6 @@ def local_operator(head: TokenHead, biased: bool) -> Any:
     count(op, flops)
     count(backward, flops_backward)
     return op
-
-
-def in_chunks(name: str, run: Chunk, chunk: Chunk, counts: tuple[int, int], chunk_counts: tuple[int, int]) -> Any:
-    """Define an operator that calls another one for each chunk; `counts` are numbers of tensors and results."""
-    part = define("local", f"{name}_chunk", chunk, *chunk_counts)
-    remember(part, chunk, communicates=True)
-    body = partial(run, part)
-    op = define("local", name, body, *counts)
-    remember(op, body, communicates=True)
-    return op
-
-
-def count(op: Any, formula: Callable[..., int]) -> None:
-    """Register an operator's FLOPs formula."""
-    if op.overloadpacket not in flop_registry:
-        register_flop_formula(op.overloadpacket)(formula)
 
 
 def flops_backward(_: Any, __: Any, *operands: Sequence[int], **kwargs: Any) -> int:
