@@ -50,7 +50,7 @@ from passes.communication.layer_starts import (
     place_of,
     roles_of,
 )
-from passes.communication.node_order import NodeOrder, in_flight, last_matmuls, put_in_order
+from passes.communication.node_order import after, before, between, in_flight, last_matmuls
 from passes.cost.accounting import sent_bytes
 from passes.cost.clock import COMPUTE, Clock
 from passes.cost.fusion import WAITS
@@ -61,6 +61,7 @@ from passes.ir.operators import axis_of, communicator_of, is_mutable, kind_of, s
 from passes.ir.slices import weight_nodes
 from passes.ir.stages import Stage
 from passes.trace.abstract_eval import recorded
+from passes.trace.editor import move_after, move_before
 
 COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_after")
 
@@ -83,15 +84,15 @@ class Overlap(ir.Pass):
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         matmuls, starts = matmuls_of(program.graph), {wait: start for start, wait in in_flight(program.graph.nodes)}
-        before = len(last_matmuls(program.graph, matmuls))
+        already = len(last_matmuls(program.graph, matmuls))
         if self.prefetch and starts:
             travel = {start: self.travel_flops(start, program) for start in starts.values()}
-            put_in_order(overlapping_order(program, self.prefetch, matmuls, travel).nodes)
+            overlap(program, self.prefetch, matmuls, travel)
         for node, role, _ in roles_of(program, kernels_of(program)):
             ir.update(node, role=role)
         program.module.recompile()
         hidden = last_matmuls(program.graph, matmuls)
-        counts = len(starts), before, len(hidden)
+        counts = len(starts), already, len(hidden)
         effects = [self.effect(program, starts, hidden)] if starts else []
         return program, ir.Report(dict(zip(COUNTS, counts)), effects=tuple(effects))
 
@@ -110,56 +111,55 @@ class Overlap(ir.Pass):
         return math.ceil(self.balance.flops(kind, sent_bytes(start, recorded(), mesh), mesh, axis))
 
 
-def overlapping_order(
+def overlap(
     program: ir.Program, prefetch: int, matmuls: Mapping[fx.Node, int], travel: Mapping[fx.Node, int]
-) -> NodeOrder:
-    """Return the order in which collectives run next to computation, by the durations of matmuls and collectives."""
-    order, kernels = NodeOrder(program.graph), kernels_of(program)
+) -> None:
+    """Let collectives run next to computation, by the durations of matmuls and collectives; changes the graph."""
+    kernels = kernels_of(program)
     tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
-    wait_late(order, program, prefetch, tails, kernels.union(begins))
-    start_early(order, program, prefetch, begins)
-    Filler(order, matmuls, travel, tails, tails.union(weight_nodes(program))).fill()
-    return order
+    wait_late(program, prefetch, tails, kernels.union(begins))
+    start_early(program, prefetch, begins)
+    Filler(program.graph, matmuls, travel, tails, tails.union(weight_nodes(program))).fill()
 
 
 # ---- early starts, late waits -----------------------------------------------------------------------
 
 
-def start_early(order: NodeOrder, program: ir.Program, prefetch: int, begins: Mapping[fx.Node, Place]) -> None:
+def start_early(program: ir.Program, prefetch: int, begins: Mapping[fx.Node, Place]) -> None:
     """Start a layer's gathers when the layer `prefetch` places before it begins, and their maxima one layer earlier."""
     weights = set(weight_nodes(program))
-    unwritten = takewhile(lambda node: not writes_input(node), order.calls())
+    unwritten = takewhile(lambda node: not writes_input(node), program.calls())
     early = [node for node in unwritten if node in weights and kind_of(node) in ("all_gather", "all_reduce")]
     gathers = [node for node in early if kind_of(node) == "all_gather"]
     runs = [(place, list(run)) for place, run in groupby(gathers, place_of)]
     first = {place: node for node, place in begins.items() if place[1]}
-    targets = [first.get(place) or next(order.after(run[0])) for place, run in runs]
+    targets = [first.get(place) or next(after(run[0])) for place, run in runs]
     number = {place: i for i, (place, _) in enumerate(runs) if place[1]}
     for i, (_, run) in enumerate(runs):
         for start in run:
-            order.lift(start, targets[max(0, i - prefetch)])
+            move_before(start, targets[max(0, i - prefetch)])
     for start in early:
         place = place_of(start)
         if kind_of(start) == "all_reduce" and place in number:
-            order.lift(start, targets[max(0, number[place] - prefetch - 1)])
+            move_before(start, targets[max(0, number[place] - prefetch - 1)])
 
 
-def wait_late(order: NodeOrder, program: ir.Program, prefetch: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
+def wait_late(program: ir.Program, prefetch: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
     """Put waits, and views and copies of their results, right before their users; send gradients at a kernel's end."""
     following = after_waits(program, tails)
     sending = {node for node in tails - following if kind_of(node)}
     latest = latest_places(program, prefetch, sending, following)
     stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
     end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # written: input -> its first write
-    for node in reversed(order.calls()):
+    for node in reversed([*program.calls()]):
         if is_mutable(node):
             written[node.args[0]] = node  # type: ignore[index]
-        if node in sending and (stop := next((n for n in order.after(node) if n in stops), None)):
-            order.put_before(node, order.first(stop, *node.users))
+        if node in sending and (stop := next((n for n in after(node) if n in stops), None)):
+            min(stop, *node.users).prepend(node)
         if node in following:
             sent = started(node).all_input_nodes if node.target in WAITS else ()
             barriers = (written[n] for n in map(base_of, sent) if n in written)  # a tensor in flight must not change
-            order.put_before(node, order.first(end, latest.get(node, end), *barriers, *node.users))
+            min(end, latest.get(node, end), *barriers, *node.users).prepend(node)
 
 
 def latest_places(
@@ -187,12 +187,12 @@ def latest_places(
 
 @dataclass
 class Filler:
-    """Moves in an order until collectives have enough matmuls next to them to hide them.
+    """Moves nodes of a graph until collectives have enough matmuls next to them to hide them.
 
     `matmuls` and `travel` are durations. Gradients in `tails` and weights are `placed` already.
     """
 
-    order: NodeOrder
+    graph: fx.Graph
     matmuls: Mapping[fx.Node, int]
     travel: Mapping[fx.Node, int]
     tails: set[fx.Node]
@@ -200,14 +200,14 @@ class Filler:
 
     def fill(self) -> None:
         """Move collectives and matmuls, for one wait after another."""
-        self.pairs = list(in_flight(self.order.nodes))
+        self.pairs = list(in_flight(self.graph.nodes))
         self.started = {wait: start for start, wait in self.pairs}
-        self.timed = [n for n in self.order.nodes if n in self.matmuls or n in self.travel or n in self.started]
+        self.timed = [n for n in self.graph.nodes if n in self.matmuls or n in self.travel or n in self.started]
         self.hiding = set[fx.Node]()  # matmuls that hide a collective
         for start, wait in self.pairs:
             if ir.phase(start) == "optimizer" or start in self.placed:
                 continue
-            self.hiding.update(node for node in self.order.between(start, wait) if node in self.matmuls)
+            self.hiding.update(node for node in between(start, wait) if node in self.matmuls)
             if self.wait_time(start, wait) > 0:
                 nearby = self.matmuls_before(start)
                 self.start_earlier(start, wait, nearby)
@@ -217,7 +217,7 @@ class Filler:
     def clock_at(self, wait: fx.Node) -> Clock:
         """Return the clock when kernels reach a wait; collectives of a communicator travel one after another."""
         clock = Clock()
-        self.timed.sort(key=self.order.place.__getitem__)
+        self.timed.sort()
         for node in takewhile(lambda node: node is not wait, self.timed):
             if node in self.matmuls:
                 clock.run(node, COMPUTE, self.matmuls[node])
@@ -235,7 +235,7 @@ class Filler:
     def start_earlier(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> None:
         """Start a collective before matmuls that it does not need."""
         if passed := self.matmuls_to_pass(start, wait, nearby):
-            self.order.lift(start, passed[-1])
+            move_before(start, passed[-1])
             self.hiding.update(passed)
 
     def compute_later(self, start: fx.Node, wait: fx.Node, nearby: list[fx.Node]) -> None:
@@ -243,7 +243,7 @@ class Filler:
         for matmul in nearby:
             free = matmul not in self.hiding and self.can_follow(matmul, wait)
             if free and self.wait_time(start, wait) > 0:
-                self.order.sink(matmul, next(self.order.before(wait)))
+                move_after(matmul, next(before(wait)))
                 self.hiding.add(matmul)
 
     def wait_later(self, start: fx.Node, wait: fx.Node) -> None:
@@ -252,7 +252,7 @@ class Filler:
             # gradients of weights are left for a later collective
             free = matmul not in self.hiding and not leaves(matmul, self.tails)
             if free and self.wait_time(start, wait) > 0:
-                self.order.sink(wait, matmul)
+                move_after(wait, matmul)
                 self.hiding.add(matmul)
 
     # -- choice of matmuls ------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Filler:
         before any of these. Otherwise the last layer would differ from the others.
         """
         nearby, layers = [], {ir.layer(start)}
-        for node in self.order.before(start):
+        for node in before(start):
             if node in self.matmuls:
                 layers.add(ir.layer(node))
                 if len(layers) > 2 or len(layers) > 1 and None in layers or ir.phase(node) != ir.phase(start):
@@ -282,7 +282,7 @@ class Filler:
         needed, missing, ready = set(start.all_input_nodes), clock.end(start) - clock.now(), 0.0
         in_flight_before = {other for other, until in self.pairs if self.is_in_flight_at(other, until, start)}
         passed, helping = list[fx.Node](), 0  # all, and the number of them up to the last that helps
-        for node in self.order.before(start):
+        for node in before(start):
             if missing <= 0 or len(passed) == len(nearby) or node in needed and (node in self.matmuls or kind_of(node)):
                 break
             if is_mutable(node) and base_of(node.args[0]) in map(base_of, needed):  # type: ignore[arg-type]
@@ -305,14 +305,13 @@ class Filler:
 
     def is_in_flight_at(self, other: fx.Node, wait: fx.Node, start: fx.Node) -> bool:
         """Return True if another collective of the same communicator is in flight when one starts."""
-        place = self.order.place
-        return place[other] < place[start] < place[wait] and communicator_of(other) == communicator_of(start)
+        return other < start < wait and communicator_of(other) == communicator_of(start)
 
     def can_follow(self, matmul: fx.Node, wait: fx.Node) -> bool:
         """Return True if only tails need a matmul, and none of them is a wait before `wait`."""
-        following, waiting, place = {matmul}, [matmul], self.order.place
+        following, waiting = {matmul}, [matmul]
         while waiting:
-            new = {user for user in waiting.pop().users if place[user] < place[wait]} - following
+            new = {user for user in waiting.pop().users if user < wait} - following
             following |= new
             waiting += new
         return leaves(matmul, self.tails) and not any(node.target in WAITS for node in following)
@@ -326,7 +325,7 @@ class Filler:
         start, dependent = started(wait), {wait}
         read = set(map(base_of, start.all_input_nodes))
         matmuls = []
-        for node in self.order.after(wait):
+        for node in after(wait):
             needs = not dependent.isdisjoint(node.all_input_nodes)
             needs_now = needs and (node in self.matmuls or kind_of(node) or is_mutable(node))
             if needs_now or self.comes_later(node, start):
@@ -346,5 +345,5 @@ class Filler:
         """Return True if a node waits for a collective that its communicator begins after another one."""
         if wait.target not in WAITS:
             return False
-        other, place = started(wait), self.order.place
-        return place[start] < place[other] and communicator_of(other) == communicator_of(start)
+        other = started(wait)
+        return start < other and communicator_of(other) == communicator_of(start)

@@ -27,7 +27,7 @@ from torch import fx
 
 from passes.communication.batch_overlap import has_copies
 from passes.communication.layer_starts import kernels_of
-from passes.communication.node_order import NodeOrder, in_flight, put_in_order
+from passes.communication.node_order import between, in_flight, put_in_order
 from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
 from passes.ir import ir
@@ -73,11 +73,11 @@ def effect_of(
     kernels: Container[fx.Node],
 ) -> ir.Effect:
     """Return the bytes that microbatches send while another one is computed, of all bytes that they send."""
-    order, done, total = NodeOrder(program.graph), 0, 0
-    for start, wait in in_flight(order.nodes):
+    done, total = 0, 0
+    for start, wait in in_flight(program.graph.nodes):
         if len(microbatches[start]) == 1:
             size_bytes = program.times(start) * sent[start]
-            others = (n for n in order.between(start, wait) if n in kernels and microbatches[n] != microbatches[start])
+            others = (n for n in between(start, wait) if n in kernels and microbatches[n] != microbatches[start])
             total, done = total + size_bytes, done + size_bytes * any(microbatches[n] for n in others)
     things, unmet = "bytes sent while another microbatch is computed", "microbatches send nothing; set it to 1"
     return ir.Effect("passes.communication.batch_overlap", done, things, total, unmet=unmet)

@@ -17,7 +17,7 @@ from passes.check.verify import check_waits
 from passes.communication import async_tp, ring_matmuls
 from passes.communication.async_tp import AsyncTP
 from passes.communication.layer_starts import matmuls_of
-from passes.communication.node_order import NodeOrder, in_flight
+from passes.communication.node_order import between, in_flight
 from passes.communication.overlap import Overlap
 from passes.cost.cluster import Cluster, Links
 from passes.cost.rates import Curve, Rates
@@ -83,7 +83,7 @@ def test_every_site_of_a_joint_program_becomes_a_ring_with_products_beside_each_
     products = matmuls_of(ordered.graph)
     steps = [pair for pair in in_flight(ordered.graph.nodes) if kind_of(pair[0]) == "shift"]
     assert len(steps) == 2 * counts["sites"]
-    assert all(any(node in products for node in NodeOrder(ordered.graph).between(*pair)) for pair in steps)
+    assert all(any(node in products for node in between(*pair)) for pair in steps)
 
 
 # ---- small programs ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import nn
 import compiler_trainer as ct
 from compiler_trainer import checkpoint, request
 from compiler_trainer.config.errors import UserError
-from passes.communication.node_order import NodeOrder, in_flight
+from passes.communication.node_order import between, in_flight
 from passes.cost.cluster import Cluster, Links
 from passes.cost.predict import Prices
 from passes.cost.rates import Curve, Rates
@@ -268,10 +268,9 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
     monkeypatch.setattr(request, "balance_of", lambda *_: Balance(8, 1e-3))  # makes matmuls short compared with the transfer of small rows
     program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
     overlaps = {"forward": [], "backward": []}
-    order = NodeOrder(program.graph)
-    for start, wait in in_flight(order.nodes):
+    for start, wait in in_flight(program.graph.nodes):
         if start.target is c10d.all_to_all_single.default and ir.example(start).numel() > 24:  # rows, not their weights
-            beside = {routed.grouped_mm, routed.grouped_outer} & {n.target for n in order.between(start, wait)}
+            beside = {routed.grouped_mm, routed.grouped_outer} & {n.target for n in between(start, wait)}
             overlaps[ir.phase(start)].append(bool(beside))
     assert overlaps == {"forward": forward, "backward": backward}
 
