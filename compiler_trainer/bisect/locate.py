@@ -24,6 +24,7 @@ from compiler_trainer.bisect.values import (
 from passes.ir import ir
 from passes.ir.operators import is_mutable
 from passes.ir.printer import format_node
+from passes.ir.slices import reach
 from passes.ir.stages import Stage
 
 
@@ -190,15 +191,12 @@ def first_gradient_not_finite(recorded: Recorded) -> Fault | None:
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes that lead to `ends`, including `ends`; a node that writes into an input leads to it."""
-    nodes: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in nodes:
-            nodes.add(node)
-            stack += node.all_input_nodes
-            stack += [u for u in node.users if node.op == "placeholder" and is_mutable(u) and u.args[0] is node]
-    return nodes
+
+    def operands_and_writers(node: fx.Node) -> list[fx.Node]:
+        writers = [u for u in node.users if node.op == "placeholder" and is_mutable(u) and u.args[0] is node]
+        return [*node.all_input_nodes, *writers]
+
+    return set(reach(ends, operands_and_writers))
 
 
 def is_local(recorded: Recorded) -> bool:

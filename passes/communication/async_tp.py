@@ -32,7 +32,7 @@ from passes.communication.ring_matmuls import OPEN, GatherMatmuls, Matmul, Scatt
 from passes.cost.cluster import Cluster
 from passes.cost.predict import predict
 from passes.ir import ir
-from passes.ir.slices import weight_nodes
+from passes.ir.slices import reach, weight_nodes
 from passes.ir.stages import Stage
 from passes.ops import reshard
 from passes.trace.editor import layout, move_before
@@ -145,15 +145,7 @@ def is_matmul(node: fx.Node) -> bool:
 
 def needs(nodes: Sequence[fx.Node], other: fx.Node) -> bool:
     """Return True if one of the nodes depends on `other`."""
-    waiting, visited = list(nodes), set(nodes)
-    while waiting:
-        node = waiting.pop()
-        later = [n for n in node.all_input_nodes if n not in visited and not n < other]
-        if node is other:
-            return True
-        visited.update(later)
-        waiting += later
-    return False
+    return other in reach(nodes, lambda node: [n for n in node.all_input_nodes if not n < other])
 
 
 # ---- the rings -------------------------------------------------------------------------------------

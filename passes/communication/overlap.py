@@ -58,7 +58,7 @@ from passes.ir import ir
 from passes.ir.bodies import base_of
 from passes.ir.machine import H100, Balance
 from passes.ir.operators import axis_of, communicator_of, is_mutable, kind_of, started
-from passes.ir.slices import weight_nodes
+from passes.ir.slices import reach, weight_nodes
 from passes.ir.stages import Stage
 from passes.trace.abstract_eval import recorded
 from passes.trace.editor import move_after, move_before
@@ -309,11 +309,7 @@ class Filler:
 
     def can_follow(self, matmul: fx.Node, wait: fx.Node) -> bool:
         """Return True if only tails need a matmul, and none of them is a wait before `wait`."""
-        following, waiting = {matmul}, [matmul]
-        while waiting:
-            new = {user for user in waiting.pop().users if user < wait} - following
-            following |= new
-            waiting += new
+        following = reach([matmul], lambda node: [user for user in node.users if user < wait])
         return leaves(matmul, self.tails) and not any(node.target in WAITS for node in following)
 
     def independent_matmuls(self, wait: fx.Node) -> list[fx.Node]:

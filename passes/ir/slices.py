@@ -6,7 +6,7 @@ as the mask of a sliding window, are evaluated. Values of parameters are gathers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, fx
@@ -16,15 +16,19 @@ from passes.ir.operators import is_random
 from passes.ir.spec import Spec
 
 
+def reach(starts: Iterable[fx.Node], onward: Callable[[fx.Node], Sequence[fx.Node]]) -> dict[fx.Node, None]:
+    """Return `starts` and the nodes to which `onward` leads from them, depth first."""
+    reached, waiting = dict[fx.Node, None](), list(starts)  # an explicit stack: chains are as long as programs
+    while waiting:
+        if (node := waiting.pop()) not in reached:
+            reached[node] = None
+            waiting += reversed(onward(node))
+    return reached
+
+
 def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
     """Return the node and all nodes it depends on, up to `ends`."""
-    cone, waiting = set[fx.Node](), [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in cone:
-            cone.add(node)
-            waiting += [] if node in ends else node.all_input_nodes
-    return cone
+    return set(reach([node], lambda node: [] if node in ends else node.all_input_nodes))
 
 
 def backward_slice(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequence[fx.Node]) -> ir.Program:

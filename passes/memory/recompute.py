@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from passes.ir import ir
 from passes.ir.operators import is_mutable, is_operator, is_random, is_view, kind_of, name_of
+from passes.ir.slices import reach
 from passes.ops import reshard
 from passes.trace.functions import communicates
 
@@ -92,28 +93,20 @@ def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Nod
     """Let the backward use clones of `chosen` forward nodes; changes the graph, returns node -> clone."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     clones: dict[fx.Node, fx.Node] = {}
+
+    def missing(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in chosen and n not in clones]
+
     for user in list(program.calls()):
         if ir.phase(user) != "backward":
             continue
-        for node in sorted(nodes_to_clone(user, chosen, clones), key=order.__getitem__):
+        for node in sorted(reach(missing(user), missing), key=order.__getitem__):
             clones[node] = clone(node, user, clones)
         for node in user.all_input_nodes:
             user.replace_input_with(node, clones.get(node, node))
     program.graph.eliminate_dead_code()
     program.module.recompile()
     return clones
-
-
-def nodes_to_clone(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return chosen nodes from which the user's operands are computed and which have no clone yet."""
-    nodes: set[fx.Node] = set()
-    stack = list(user.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in chosen and node not in clones and node not in nodes:
-            nodes.add(node)
-            stack += node.all_input_nodes
-    return nodes
 
 
 def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.Node:

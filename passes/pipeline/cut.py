@@ -25,7 +25,7 @@ from torch import fx
 from passes.ir import ir
 from passes.ir.operators import is_view, kind_of
 from passes.ir.record import Origin
-from passes.ir.slices import weight_nodes
+from passes.ir.slices import reach, weight_nodes
 from passes.ir.spec import Spec
 from passes.ir.task import BACKWARD, FORWARD, GATHER, INPUTS, OF_RANKS, REDUCE, SHARE, SQUARE, UPDATE, WEIGHTS, Task
 from passes.ops import reshard
@@ -229,13 +229,8 @@ class Cut:
         ends = zip(self.program.results(), self.program.outputs, strict=True)
         changed = {o.name for n, o in ends if o.kind == "buffer" and self.tasks.get(n) == self.task}
         buffers = [n for n, i in self.inputs_by_node.items() if i.kind == "buffer" and i.name in changed]
-        nodes, waiting = set[fx.Node](), [*own_nodes, *buffers]
-        while waiting:
-            node = waiting.pop()
-            if node not in nodes:
-                nodes.add(node)
-                waiting += [] if self.is_carried(node) else node.all_input_nodes
-        return nodes
+        starts = [*own_nodes, *buffers]
+        return set(reach(starts, lambda node: [] if self.is_carried(node) else node.all_input_nodes))
 
     def is_carried(self, node: fx.Node) -> bool:
         """Return True if a node is another task's.

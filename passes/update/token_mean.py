@@ -22,7 +22,7 @@ from torch import fx
 
 from passes.ir import ir
 from passes.ir.operators import CASTS, name_of
-from passes.ir.slices import backward_slice, cone_of
+from passes.ir.slices import backward_slice, cone_of, reach
 from passes.ir.spec import Spec
 from passes.ir.stages import Stage
 from passes.rules import has_rule, rule_of, tensor_operands
@@ -56,12 +56,7 @@ def summands(node: fx.Node, constants: bool = True) -> list[fx.Node]:
 
 def weighted(results: Iterable[fx.Node], constants: bool = True) -> dict[fx.Node, None]:
     """Return the nodes of which scalars are weighted sums, these scalars and partial sums included."""
-    reached, waiting = dict[fx.Node, None](), list(results)
-    while waiting:
-        if (node := waiting.pop()) not in reached:
-            reached[node] = None
-            waiting += reversed(summands(node, constants))
-    return reached
+    return reach(results, lambda node: summands(node, constants))
 
 
 def terms(results: Iterable[fx.Node], constants: bool = True) -> list[fx.Node]:
