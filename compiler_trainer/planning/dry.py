@@ -345,16 +345,16 @@ def weighted_sum(parts: Any) -> dict[str, Any]:
 
 def events(program: str, timeline: Timeline, count: int | None = None) -> list[dict[str, Any]]:
     """Return the events of a program in milliseconds from its start: all, or the `count` longest."""
-    chosen = timeline.events if count is None else longest(timeline, count)
+    chosen = timeline.spans.items() if count is None else longest(timeline, count)
     return [
         {
             "program": program,
-            "node": event.node,
-            "stream": event.stream,
-            "start_ms": round(1e3 * event.start_s, 4),
-            "end_ms": round(1e3 * event.end_s, 4),
+            "node": node,
+            "stream": span.stream,
+            "start_ms": round(1e3 * span.start, 4),
+            "end_ms": round(1e3 * span.end, 4),
         }
-        for event in chosen
+        for node, span in chosen
     ]
 
 

@@ -168,20 +168,20 @@ def bars(estimates: Sequence[Estimate]) -> list[go.Bar]:
 
 def gantt(name: str, timeline: Timeline) -> go.Figure:
     """Return a chart of a program's kernels and collectives, each on its stream."""
-    streams = list(dict.fromkeys([COMPUTE, *(event.stream for event in timeline.events)]))
+    streams = list(dict.fromkeys([COMPUTE, *(span.stream for span in timeline.spans.values())]))
     plot = go.Figure()
     for stream in streams:
-        events = [event for event in timeline.events if event.stream == stream]
+        spans = {node: span for node, span in timeline.spans.items() if span.stream == stream}
         colour = BLUE if stream == COMPUTE else KINDS.get(answer.AXIS.get(stream, stream), GREY)
         plot.add_trace(
             go.Bar(
-                y=[stream] * len(events),
-                base=[1e3 * event.start_s for event in events],
-                x=[1e3 * (event.end_s - event.start_s) for event in events],
+                y=[stream] * len(spans),
+                base=[1e3 * span.start for span in spans.values()],
+                x=[1e3 * (span.end - span.start) for span in spans.values()],
                 orientation="h",
                 name=stream,
                 marker={"color": colour, "line": {"width": 0}},
-                hovertext=[event.node for event in events],
+                hovertext=list(spans),
                 showlegend=False,
             )
         )

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -134,13 +134,8 @@ class Ledger:
         return kinds_of_storages(self.program, self.avals)
 
 
-def account(program: ir.Program, avals: Avals) -> Accounting:
-    """Return the program's costs; for a local program, those of one rank."""
-    return summed(Ledger(program, avals))
-
-
 def summed(ledger: Ledger) -> Accounting:
-    """Return the sums of the costs of all nodes."""
+    """Return the sums of the costs of all nodes; for a local program, those of one rank."""
     flops: Counter[str] = Counter()
     for node, count in ledger.flops.items():
         flops[ir.phase(node)] += ledger.times(node) * count
@@ -171,11 +166,6 @@ def collectives(program: ir.Program, avals: Avals) -> Iterator[tuple[fx.Node, tu
         axis = axis_of(node) if kind is not None else None
         if kind is not None and axis is not None:
             yield node, (kind, axis, sent_bytes(node, avals, program.mesh))
-
-
-def count_traffic(program: ir.Program, avals: Avals) -> tuple[Traffic, ...]:
-    """Return the traffic by kind and axis."""
-    return traffic_of(Ledger(program, avals))
 
 
 def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
@@ -274,26 +264,21 @@ class Peak:
     alive: Mapping[int, int]
 
 
-def peak_memory(program: ir.Program, avals: Avals) -> Peak:
+def peak_of(ledger: Ledger, without: Collection[int] = ()) -> Peak:
     """Return the peak of live memory: inputs are alive throughout, other storages from first to last use.
 
     An estimate: the graph has no workspaces of kernels and no waste of the allocator. Host memory of offloaded values
-    is not counted.
+    and storages of `without` are not counted.
     """
-    return peak_of(Ledger(program, avals))
-
-
-def peak_of(ledger: Ledger) -> Peak:
-    """Return the peak of live memory."""
     nodes, size = list(ledger.program.graph.nodes), ledger.avals.storage_bytes
-    change = [0] * (len(nodes) + 1)
-    for life in ledger.all_lives:
+    change, lives = [0] * (len(nodes) + 1), [life for life in ledger.all_lives if life.storage not in without]
+    for life in lives:
         change[life.born] += life.times * size[life.storage]
         change[life.last + 1] -= life.times * size[life.storage]
     live = list(itertools.accumulate(change[:-1]))
     at = live.index(max(live))
     alive = Counter[int]()
-    for life in ledger.all_lives:
+    for life in lives:
         if life.born <= at <= life.last:
             alive[life.storage] += life.times
     return Peak(live[at], nodes[at], alive)

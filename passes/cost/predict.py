@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import fx
 
 from passes.context.operators import is_backward, kernel_of
-from passes.cost.accounting import SENT, count_flops, lifetimes, payload_bytes
+from passes.cost.accounting import Ledger, count_flops, peak_of, sent_bytes
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
@@ -61,7 +60,8 @@ def predict(
     operators = operators_until(program, kernels) if interpreted else {}
     launch_s = (lambda kernel: rates.operator_s * operators[kernel]) if interpreted else (lambda kernel: rates.launch_s)
     timeline = play(kernels, costs.of, cluster.beside, launch_s, rates.host_computes)
-    return Prediction(timeline, costs.sent(kernels), written_peak(program, avals, kernels))
+    unwritten = frozenset[int]().union(*(kernel.unwritten for kernel in kernels))
+    return Prediction(timeline, costs.sent(kernels), peak_of(Ledger(program, avals), without=unwritten).bytes)
 
 
 def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kernel, int]:
@@ -72,17 +72,6 @@ def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kern
         last_place = max(place[node] for node in kernel.nodes)
         operators[kernel], counted_until = max(0, last_place - counted_until), max(last_place, counted_until)
     return operators
-
-
-def written_peak(program: ir.Program, avals: Avals, kernels: Iterable[Kernel]) -> int:
-    """Return the most bytes alive at once in the program's order, of storages that are written to memory."""
-    unwritten = frozenset[int]().union(*(kernel.unwritten for kernel in kernels))
-    change = [0] * (len(program.graph.nodes) + 1)
-    for storage, (born, last) in lifetimes(program, avals).items():
-        if storage not in unwritten:
-            change[born] += avals.storage_bytes[storage]
-            change[last + 1] -= avals.storage_bytes[storage]
-    return max(accumulate(change))
 
 
 @dataclass(frozen=True)
@@ -136,8 +125,8 @@ class Prices:
         (node,) = kernel.nodes
         kind, axis = kind_of(node), axis_of(node)
         assert kind is not None and axis is not None
-        sent = SENT[kind](payload_bytes(node, self.avals), self.program.mesh[axis])
-        return kind, sent, reach(self.program.mesh, axis, self.cluster.gpus_per_node)
+        mesh = self.program.mesh
+        return kind, sent_bytes(node, self.avals, mesh), reach(mesh, axis, self.cluster.gpus_per_node)
 
     def sent(self, kernels: Iterable[Kernel]) -> dict[tuple[str, str], float]:
         """Return the bytes that a rank sends over each axis, inside its node and out of it."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from passes.cost.clock import COMPUTE, Clock
+from passes.cost.clock import COMPUTE, Clock, Span
 from passes.cost.cluster import Beside
 from passes.cost.fusion import Kernel
 from passes.ir.operators import axis_of
@@ -26,20 +26,11 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A kernel or collective on the timeline; its stream is `compute` or an axis."""
-
-    node: str
-    stream: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
 class Timeline:
     """A step on one rank: its seconds, those of computing, and `slowed_s`, the part of these lost to collectives.
 
     `exposed_s` are the seconds that the rank waits for each axis, `launch_s` those in which nothing is launched.
+    `spans` has the kernels and collectives by their last node, in order; a stream is `compute` or an axis.
     """
 
     step_s: float
@@ -47,7 +38,7 @@ class Timeline:
     slowed_s: float
     exposed_s: Mapping[str, float]
     launch_s: float
-    events: tuple[Event, ...]
+    spans: Mapping[str, Span]
 
 
 def play(
@@ -75,11 +66,11 @@ def play(
             span = clock.run(kernel, COMPUTE, cost_alone.seconds, keeps=keeps)
             alone += cost_alone.seconds
             computing += span.end - span.start
-    spans = sorted(clock.spans.items(), key=lambda each: each[1][:2])
-    events = tuple(Event(kernel.nodes[-1].name, str(stream), *times) for kernel, (*times, stream) in spans)  # type: ignore[attr-defined]
-    return Timeline(max(clock.free.values()), computing, computing - alone, dict(exposed), launching, events)
+    in_order = sorted(clock.spans.items(), key=lambda item: item[1][:2])
+    spans = {kernel.nodes[-1].name: span for kernel, span in in_order}  # type: ignore[attr-defined]
+    return Timeline(max(clock.free.values()), computing, computing - alone, dict(exposed), launching, spans)
 
 
-def longest(timeline: Timeline, count: int) -> list[Event]:
+def longest(timeline: Timeline, count: int) -> list[tuple[str, Span]]:
     """Return the kernels and collectives that take longest, the longest first."""
-    return sorted(timeline.events, key=lambda event: event.start_s - event.end_s)[:count]
+    return sorted(timeline.spans.items(), key=lambda item: item[1].start - item[1].end)[:count]

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from passes.context.operators import kernel_of
-from passes.cost.accounting import peak_memory
+from passes.cost.accounting import Ledger, peak_of
 from passes.ir import ir
 from passes.ir.folds import Fold
 from passes.ir.layer import Layer, within
@@ -194,8 +194,7 @@ class Remat(ir.Pass):
         copied, _, _ = rewrite(program, gathers | chosen)
         for step in self.following:
             copied, _ = step(copied, ctx)
-        avals = abstract_eval(copied, ctx)
-        return peak_memory(copied, avals).bytes + self.reserved(copied)
+        return peak_of(Ledger(copied, abstract_eval(copied, ctx))).bytes + self.reserved(copied)
 
     # -- choice of nodes --------------------------------------------------------------------------
 

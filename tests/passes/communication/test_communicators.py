@@ -14,7 +14,7 @@ from sweeps import quick
 from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
-from passes.cost.accounting import count_traffic
+from passes.cost.accounting import Ledger, traffic_of
 from passes.ir import ir
 from passes.ir.operators import axis_of, communicator_of, kind_of
 from passes.ir.printer import print_program
@@ -117,7 +117,7 @@ def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
     apart, report = Communicators()(program, ctx)
     verify_spec(apart, ctx)
     assert equal(run(apart, ctx), plain(mesh))
-    assert count_traffic(apart, abstract_eval(apart, ctx)) == count_traffic(program, abstract_eval(program, ctx))
+    assert traffic_of(Ledger(apart, abstract_eval(apart, ctx))) == traffic_of(Ledger(program, abstract_eval(program, ctx)))
     assert [axis_of(node) for node in apart.calls()] == [axis_of(node) for node in program.calls()]
     assert report.counts["apart"] > 0
 

@@ -25,7 +25,7 @@ from passes.context.balance import imbalance, pairs_by_rank
 from passes.context.call import METHODS, AttentionCall
 from passes.context.kernels import Block, merge
 from passes.context.sdpa import attention_with_dropout
-from passes.cost.accounting import count_traffic
+from passes.cost.accounting import Ledger, traffic_of
 from passes.ir import ir
 from passes.ir.machine import Balance
 from passes.ir.mesh import Mesh
@@ -312,7 +312,7 @@ def test_a_value_in_another_order_than_the_batch_is_found():
 @pytest.mark.sample(2)
 def test_bytes_sent_are_those_of_the_formula(method, ranks):
     program, ctx = partitioned(method, ranks)
-    sent = sum(t.sent_bytes for t in count_traffic(program, abstract_eval(program, ctx)) if t.kind != "all_reduce")
+    sent = sum(t.sent_bytes for t in traffic_of(Ledger(program, abstract_eval(program, ctx))) if t.kind != "all_reduce")
     local = 64 // ranks
     call = AttentionCall((2, 8, local, 8), (2, 2, local, 8), (2, 2, local, 8), torch.float32, ranks, True, True)
     result = (ranks - 1) * 2 * 8 * local * 8 * 4  # which leaves the program whole

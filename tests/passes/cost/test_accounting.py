@@ -9,7 +9,7 @@ import torch
 from small_programs import Small, cut
 from torch.utils.flop_counter import FlopCounterMode
 
-from passes.cost.accounting import Traffic, account
+from passes.cost.accounting import Ledger, Traffic, summed
 from passes.ir import ir
 from passes.ir.spec import Spec
 from passes.ops import reshard
@@ -24,7 +24,7 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 def costs(small: Small, *results):
     program = small.program([("metric", f"m{i}", node, Spec.whole(tuple(ir.example(node).shape)))
                              for i, node in enumerate(results)])
-    return account(program, abstract_eval(program, small.ctx))
+    return summed(Ledger(program, abstract_eval(program, small.ctx)))
 
 
 # ---- bytes on the reduce_dtype -----------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_a_boundary_operator_and_its_expansion_send_the_same_bytes(case):
     program, ctx = exchange(op, args)
     expanded, _ = Collectives()(program, ctx)
     for stage in (program, expanded):
-        assert account(stage, abstract_eval(stage, ctx)).traffic == expected
+        assert summed(Ledger(stage, abstract_eval(stage, ctx))).traffic == expected
 
 
 def test_traffic_is_added_by_kind_and_axis():

@@ -239,7 +239,7 @@ def test_a_gather_that_is_waited_for_at_once_is_exposed():
     found = predict(*one_product_one_gather(wait_first=True), SLOW)
     assert found.timeline.step_s == pytest.approx(GATHER_S + PRODUCT_S)
     assert found.timeline.exposed_s == pytest.approx({"tp": GATHER_S})
-    assert [(e.stream, e.start_s, e.end_s) for e in found.timeline.events] == [
+    assert [(span.stream, span.start, span.end) for span in found.timeline.spans.values()] == [
         ("tp", 0, GATHER_S), ("compute", GATHER_S, GATHER_S + PRODUCT_S)]
     assert found.sent_bytes == {("tp", "intra"): 20, ("tp", "inter"): 0}
 

@@ -11,7 +11,7 @@ import torch
 from joint_programs import Tiny, body, count, equal, joint, plain, run
 from oracle import LRS, NO_DECAY, trained_alike
 
-from passes.cost.accounting import count_flops, peak_memory
+from passes.cost.accounting import Ledger, count_flops, peak_of
 from passes.ir import ir
 from passes.ir.machine import Balance
 from passes.ir.operators import is_random, kind_of, name_of
@@ -291,7 +291,7 @@ def test_on_cuda_copies_run_on_a_stream_of_their_own():
     wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
     assert [n.name for n in program.calls() if n.name in wanted] == wanted
     avals = abstract_eval(program, ctx)
-    assert not peak_memory(program, avals).alive.keys() & (avals.storages(out) | avals.storages(host))  # the host's, not the GPU's
+    assert not peak_of(Ledger(program, avals)).alive.keys() & (avals.storages(out) | avals.storages(host))  # the host's, not the GPU's
 
 
 def last_of(program, block, name):
@@ -328,7 +328,7 @@ def test_a_budget_is_kept_to_and_used(part):
     budget = int(least + part * (largest - least))
     program, ctx = joint((), 4)
     result, report = Remat("budget", budget_bytes=budget)(program, ctx)
-    peak_bytes = peak_memory(result, abstract_eval(result, ctx)).bytes
+    peak_bytes = peak_of(Ledger(result, abstract_eval(result, ctx))).bytes
     assert peak_bytes <= budget
     assert report.counts["recomputed"] <= Remat("full")(program, ctx)[1].counts["recomputed"]
     assert (report.counts["recomputed"] == 0) == (part == 1.0)
