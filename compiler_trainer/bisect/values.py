@@ -74,13 +74,13 @@ class Recorder(Lockstep):
         super().__init__(program)
         self.values: dict[str, list[Tensor]] = {}
 
-    def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
+    def step(self, node: fx.Node) -> list[Any]:
         """Run one operator on all ranks."""
         if node.target is tap:
             value, name = node.args
-            values = [e[value] for e in env]  # type: ignore[index]
+            values = self.env[value]  # type: ignore[index]
             self.values[str(name)] = values if torch.is_grad_enabled() else [v.clone() for v in values]
-        return super().step(node, env)
+        return super().step(node)
 
 
 def tapped(program: ir.Program) -> ir.Program:

@@ -72,34 +72,37 @@ COLLECTIVES: dict[Any, Callable[..., Values]] = {
 }
 
 
-class Lockstep:
-    """Interprets one local program for every rank, node by node; errors name the node and its line."""
+class Lockstep(fx.Interpreter):
+    """Interprets one local program for every rank, node by node; the environment has lists of the ranks' values.
+
+    Errors name the node and its line.
+    """
 
     def __init__(self, program: ir.Program):
         self.program, self.mesh = (program := flatten(program)), program.mesh
-        self.last_use = _last_uses(program.graph)
+        super().__init__(program.module)
+        self.extra_traceback = False
 
-    def run(self, inputs_by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """Return every rank's outputs for every rank's inputs."""
-        ranks = range(self.mesh.world_size)
-        supply = [iter(values) for values in inputs_by_rank]
-        env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                results = [next(s) for s in supply]
-            elif node.op == "output":
-                return [fx.map_arg(node.args[0], env[r].__getitem__) for r in ranks]
-            else:
-                results = self.step(node, env)
-            for r in ranks:
-                env[r][node] = results[r]
-                for unused in self.last_use.get(node, ()):
-                    del env[r][unused]
-        raise AssertionError("a graph ends with its output")
+    def run(self, inputs_by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:  # type: ignore[override]
+        """Return every rank's outputs for every rank's inputs; keep no value."""
+        try:
+            return super().run(*zip(*inputs_by_rank, strict=True), enable_io_processing=False)
+        finally:
+            self.args_iter, self.env = iter(()), {}
 
-    def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
+    def run_node(self, node: fx.Node) -> Any:
+        """Return the ranks' values of a node."""
+        if node.op == "output":
+            return self.by_rank(node.args[0])
+        return self.step(node) if node.op == "call_function" else super().run_node(node)
+
+    def by_rank(self, tree: Any) -> list[Any]:
+        """Return a tree of nodes with each rank's values in their places."""
+        return [fx.map_arg(tree, lambda node, r=rank: self.env[node][r]) for rank in range(self.mesh.world_size)]
+
+    def step(self, node: fx.Node) -> list[Any]:
         """Run one operator on all ranks."""
-        arguments = [fx.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
+        arguments = self.by_rank((node.args, node.kwargs))
         try:
             if node.target in COLLECTIVES:
                 return self.exchange(node, [args for args, _ in arguments])
@@ -119,19 +122,6 @@ class Lockstep:
             for rank, value in zip(group, outputs, strict=True):
                 results[rank] = value
         return results
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Map each node to the values that no later node needs."""
-    needed: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for operand in node.all_input_nodes:
-            if operand not in needed and node.op != "output":
-                needed.add(operand)
-                last.setdefault(node, []).append(operand)
-            needed.add(operand)
-    return last
 
 
 def coordinate(mesh: Mesh, rank: int, input_: ir.Input, order: Order = PLAIN) -> Tensor:

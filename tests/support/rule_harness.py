@@ -173,9 +173,9 @@ def compare(what: str, got: Tensor, want: Tensor, tolerance: float = TOLERANCE) 
 class Checked(Lockstep):
     """The simulator, which also checks the claims of each forward node's placement about its value."""
 
-    def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
+    def step(self, node: fx.Node) -> list[Any]:
         """Run one operator on all ranks and check its results."""
-        results = super().step(node, env)
+        results = super().step(node)
         spec = ir.spec(node)
         if spec is None or "empty" in node.name or not isinstance(results[0], Tensor):
             return results
