@@ -168,7 +168,7 @@ def bars(estimates: Sequence[Estimate]) -> list[go.Bar]:
 
 def gantt(name: str, timeline: Timeline) -> go.Figure:
     """Return a chart of a program's kernels and collectives, each on its stream."""
-    streams = list(dict.fromkeys([COMPUTE, *(span.stream for span in timeline.spans.values())]))
+    streams = list(dict.fromkeys([COMPUTE, *(str(span.stream) for span in timeline.spans.values())]))
     plot = go.Figure()
     for stream in streams:
         spans = {node: span for node, span in timeline.spans.items() if span.stream == stream}
