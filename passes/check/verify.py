@@ -363,6 +363,8 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
     if program.stage is Stage.LOCAL:
         yield from check_transitions(program)
         yield from check_replicate(program)
+    if program.stage is Stage.JOINT:
+        yield from check_unwritten(program)
     if program.stage >= Stage.JOINT:
         yield from check_gradients(program)
         yield from check_float8(program)
@@ -372,6 +374,13 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
         yield from check_expanded(program)
     if program.stage >= Stage.ORDERED:
         yield from check_roles(program)
+
+
+def check_unwritten(program: ir.Program) -> Iterator[Finding]:
+    """Check that no operator writes in place: `cse` and `remat` would not keep its place among readers."""
+    for node in program.calls():
+        if is_mutable(node):
+            yield node, "writes in place, which only updates may, at later stages; compute a new value"
 
 
 FLOAT8_MULTIPLE = 16  # of torch._scaled_mm on CUDA

@@ -5,21 +5,19 @@
 
 Layers that are written separately do not know what they share: projections of one activation that each quantize and
 gather it, gradients that each transpose it. Nothing is shared across layers and phases, because a shared value stays in
-memory from its first use to its last. Operators after a write into an input are left alone.
+memory from its first use to its last.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from torch import fx
 
-from passes.communication.bucket import writes_input
 from passes.ir import ir
-from passes.ir.operators import is_mutable, is_random, kind_of
+from passes.ir.operators import is_random, kind_of
 from passes.ir.printer import op_name
 from passes.ir.stages import Stage
 
@@ -37,8 +35,8 @@ class CSE(ir.Pass):
         first: dict[Any, fx.Node] = {}
         counts: Counter[str] = Counter()
         notes = []
-        for node in takewhile(lambda node: not writes_input(node), list(program.calls())):
-            if not is_pure(node):
+        for node in list(program.calls()):
+            if is_random(node):
                 continue
             key = node.target, ir.layer(node), ir.phase(node), signature(node.args), signature(node.kwargs)
             earlier = first.setdefault(key, node)
@@ -50,11 +48,6 @@ class CSE(ir.Pass):
                 program.graph.erase_node(node)
         program.module.recompile()
         return program, ir.Report(dict(counts), tuple(notes))
-
-
-def is_pure(node: fx.Node) -> bool:
-    """Return True if an operator always gives the same result on the same operands and has no side effect."""
-    return not is_mutable(node) and not is_random(node)
 
 
 def signature(tree: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir import ir
-from passes.ir.operators import is_mutable, is_operator, is_random, is_view, kind_of, name_of
+from passes.ir.operators import is_operator, is_random, is_view, kind_of, name_of
 from passes.ir.slices import reach
 from passes.ops import reshard
 from passes.trace.functions import communicates
@@ -30,20 +30,10 @@ SELECTIONS = frozenset({"argmax", "argmin", "argsort", "sort", "topk"})  # opera
 # ---- nodes that may run twice --------------------------------------------------------------------
 
 
-def near_writes(program: ir.Program) -> set[fx.Node]:
-    """Return nodes whose memory an operator that writes in place may touch, and the nodes that read them."""
-    writers = filter(is_mutable, program.calls())
-    written = {id(s) for writer in writers for node in writer.all_input_nodes for s in storages(node)}
-    holders = {node for node in program.graph.nodes if any(id(s) in written for s in storages(node))}
-    return holders | {user for node in holders for user in node.users}
-
-
-def reason_to_run_once(node: fx.Node, written: set[fx.Node]) -> str | None:
+def reason_to_run_once(node: fx.Node) -> str | None:
     """Return the reason why an operator must not run twice, None if it may; an item of a tuple goes with the tuple."""
-    if node in written:
-        return "written in place"
     if node.target is operator.getitem:
-        return reason_to_run_once(node.args[0], written)  # type: ignore[arg-type]
+        return reason_to_run_once(node.args[0])  # type: ignore[arg-type]
     if not is_operator(node):
         return "not an operator"
     if kind_of(node) or communicates(node) or node.target.namespace == "_c10d_functional":

@@ -11,11 +11,11 @@
 
 `layers` maps patterns of layers to other policies. With any policy, calls of `torch.utils.checkpoint` in the model are
 recomputed. Results of communication (repeated only if `ops` says so), of random operators (which would draw other
-numbers) and of selections (the top-k of experts or keys, whose ties might fall otherwise) are kept, and so are values
-near a write in place. `modules` and `ops` map patterns of module paths and operator names to `save`, `recompute` or
-`offload`. They override the policy, and modules override operators. `regather`
-repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). In a step with
-microbatches that gathers once, gathered weights are kept. Frozen weights stored as integers are always unpacked again.
+numbers) and of selections (the top-k of experts or keys, whose ties might fall otherwise) are kept. `modules` and `ops`
+map patterns of module paths and operator names to `save`, `recompute` or `offload`. They override the policy, and
+modules override operators. `regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights
+are kept, ZeRO-2). In a step with microbatches that gathers once, gathered weights are kept. Frozen weights stored as
+integers are always unpacked again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from passes.memory.offload import offload
 from passes.memory.outcome import Asked, Decision, Outcome
 from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
 from passes.memory.recompute import (
-    near_writes,
     reason_to_run_once,
     recompute,
     saved_nodes,
@@ -59,7 +58,6 @@ Region = Layer | str | None  # a layer, or a part that the model marked for reco
 RECOMPUTED = Decision("recompute")
 OFFLOADED = Decision("offload", "offloaded")
 SELECTED = Decision("save", "selected")
-IN_PLACE = Decision("save", "written in place")
 ASKED: dict[Action, Decision] = {
     "save": Decision("save", "requested"),
     "recompute": RECOMPUTED,
@@ -101,10 +99,9 @@ def following(
     program: ir.Program, is_first: Callable[[fx.Node], bool], tables: Set[fx.Node] = frozenset()
 ) -> set[fx.Node]:
     """Return the first operators on weights, in the forward, and those that read only these, others and `tables`."""
-    written = near_writes(program)
     nodes: set[fx.Node] = set()
     for node in weight_nodes(program, tables):
-        follows = any(n in nodes for n in node.all_input_nodes) and not reason_to_run_once(node, written)
+        follows = any(n in nodes for n in node.all_input_nodes) and not reason_to_run_once(node)
         if ir.phase(node) == "forward" and (is_first(node) or follows):
             nodes.add(node)
     return nodes
@@ -203,7 +200,7 @@ class Remat(ir.Pass):
 
         Requests of overrides are added to `requests`.
         """
-        layers, written = list(dict.fromkeys(filter(None, map(ir.layer, program.calls())))), near_writes(program)
+        layers = list(dict.fromkeys(filter(None, map(ir.layer, program.calls()))))
         if self.policy not in ("none", "selective") and not layers:
             raise ir.Refused(
                 "remat",
@@ -226,9 +223,9 @@ class Remat(ir.Pass):
             if wanted is None:
                 continue
             if wanted == OFFLOADED and node not in sent_to_stages:
-                decisions[node] = IN_PLACE if node in written else RECOMPUTED if is_view(node) else OFFLOADED
+                decisions[node] = RECOMPUTED if is_view(node) else OFFLOADED
                 continue
-            once = "sent to another stage" if node in sent_to_stages else reason_to_run_once(node, written)
+            once = "sent to another stage" if node in sent_to_stages else reason_to_run_once(node)
             if once == "communication" and requested == "recompute":
                 once = None
             if once is None and leaves(node, region):
@@ -306,7 +303,7 @@ def selected_term(node: fx.Node, decisions: Decisions) -> fx.Node | None:
 def is_view(node: fx.Node) -> bool:
     """Return True if the operator's result is in its operand's memory: recomputing it costs nothing."""
     operands = {id(s) for n in node.all_input_nodes for s in storages(n)}
-    return reason_to_run_once(node, set()) is None and any(id(s) in operands for s in storages(node))
+    return reason_to_run_once(node) is None and any(id(s) in operands for s in storages(node))
 
 
 def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:

@@ -257,6 +257,11 @@ def no_gradient(subject: ir.Program) -> ir.Program:
     return replace(subject, outputs=subject.outputs[:-1])
 
 
+def in_place(subject: ir.Program) -> ir.Program:
+    node(subject, "mul").target = aten.mul_.Tensor
+    return subject
+
+
 def two_gradients(subject: ir.Program) -> ir.Program:
     subject.graph.output_node().args = ((*subject.results(), subject.results()[-1]),)
     return replace(subject, outputs=(*subject.outputs, subject.outputs[-1]))
@@ -272,6 +277,7 @@ def gradient_laid_out_otherwise(subject: ir.Program) -> ir.Program:
     ("plant", "name", "text"),
     [
         (no_gradient, "b", "parameter 'b' has 0 gradients among the outputs"),
+        (in_place, "mul", "writes in place, which only updates may"),
         (two_gradients, "b", "parameter 'b' has 2 gradients among the outputs"),
         (lambda subject: replace(subject, stage=Stage.STEP), "w", "parameter 'w' has 1 gradients"),
         (gradient_laid_out_otherwise, "reduce_scatter", "gradient of 'w' is placed [3, 4], the parameter [6@tp, 4]"),

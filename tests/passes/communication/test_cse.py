@@ -67,15 +67,6 @@ def test_numbers_of_other_types_are_other_numbers_and_random_ones_are_new():
     assert report.counts == {"mul.Tensor": 1}
 
 
-def test_a_read_after_a_write_is_another():
-    tiny = Tiny()
-    x = tiny.input("x", Spec.whole((3,)), "batch")
-    before = tiny.call(aten.neg.default, x)
-    written = [tiny.call(aten.add_.Tensor, x, 1.0) for _ in range(2)]
-    _, report = CSE()(tiny.program(before, *written, tiny.call(aten.neg.default, x)), tiny.ctx)
-    assert not report.counts
-
-
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.sample(2)
 def test_a_model_keeps_its_bits(mesh):

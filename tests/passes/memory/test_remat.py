@@ -131,21 +131,6 @@ def test_selective_keeps_attention_by_interval(policy, repeated):
     assert count(result, attend, "backward") == repeated
 
 
-def test_values_written_in_place_are_kept_with_their_readers():
-    tiny = Tiny()
-    x = tiny.input("x", WHOLE, "batch")
-    for i in range(2):
-        y = tiny.call(aten.mul.Tensor, x, 2.0, module=f"layers.{i}")
-        x = tiny.call(aten.exp.default, tiny.call(aten.add_.Scalar, y, 1.0, module=f"layers.{i}"), module=f"layers.{i}")
-        x = tiny.call(aten.silu.default, tiny.call(aten.cos.default, x, module=f"layers.{i}"), module=f"layers.{i}")
-    gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
-    for node in [n for n in tiny.graph.nodes if n.target in (aten.exp.default, aten.cos.default)]:
-        gradient = tiny.call(aten.mul.Tensor, gradient, node, phase="backward")
-    result, _ = Remat("full")(tiny.program(gradient), tiny.ctx)
-    backward = {n.target for n in result.calls() if ir.phase(n) == "backward"}
-    assert backward == {aten.ones_like.default, aten.mul.Tensor, aten.cos.default}
-
-
 def test_a_model_without_layers_is_refused():
     tiny = Tiny()
     program = tiny.program(tiny.call(aten.silu.default, tiny.input("x", WHOLE), module="net"))
