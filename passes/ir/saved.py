@@ -1,7 +1,7 @@
 """Programs as JSON, and back: a restart reads what an earlier start wrote, tools read dumps.
 
-    written({"step": program}) -> one JSON text        read(text) -> {"step": the same program}
-    dumped({"step": program}) -> one JSON text         read_dump(JSON) -> {"step": a program that prints the same}
+    to_text({"step": program}) -> one JSON text          read(text) -> {"step": the same program}
+    to_dump_text({"step": program}) -> one JSON text     read_dump(JSON) -> {"step": a program that prints the same}
 
 Layouts, placements and the other fields of nodes' records are written once each and numbered. A program that was read
 prints like the one that was written, also when flattened. Its values have layouts only (`Described`). A dump may hold
@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -66,13 +66,13 @@ def to_dump_text(programs: Mapping[str, ir.Program]) -> str:
 
 
 def read(text: str) -> dict[str, ir.Program]:
-    """Read the programs that `written` wrote, by name; raise Unreadable."""
+    """Read the programs that `to_text` wrote, by name; raise Unreadable."""
     with reading():
         return Reader.programs(json.loads(text))
 
 
 def read_dump(content: Mapping[str, Any]) -> dict[str, ir.Program]:
-    """Read programs that print as those given to `dumped`, whose operators are names; raise Unreadable."""
+    """Read programs that print as those given to `to_dump_text`, with operators as names; raise Unreadable."""
     with reading():
         return DumpReader.programs(content)
 
@@ -84,16 +84,6 @@ def reading() -> Iterator[None]:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError) as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
-
-
-def operators_in(programs: Iterable[ir.Program]) -> set[OpOverload]:
-    """Return all operators that programs call, also in their bodies."""
-    operators: set[OpOverload] = set()
-    for program in programs:
-        for node in program.calls():
-            nodes = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
-            operators |= {inner.target for inner in nodes if isinstance(inner.target, OpOverload)}
-    return operators
 
 
 # ---- writing ----------------------------------------------------------------------------------------

@@ -22,12 +22,11 @@ from passes.ir.bodies import flatten
 from passes.ir.operators import is_view, name_of
 from passes.ops.attend import attend, attend_backward
 from passes.ops.routed import GROUPED_MATMULS
-from passes.torch_private import VERSION, OpOverload
+from passes.torch_private import OpOverload
 
 aten = torch.ops.aten
 MOST = 2**31 - 1  # of a signed word
 MOST_UNSIGNED = 2**32 - 1
-Version = tuple[int, ...]  # major and minor number
 
 
 class Count(NamedTuple):
@@ -38,7 +37,7 @@ class Count(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """Kernels that count up to `limit`, in PyTorch versions before `fixed` (None: in all known versions).
+    """Kernels that count up to `limit`, in all PyTorch versions so far.
 
     `counts` yields the numbers of a call. `option` is the first one to change, `fix` says how.
     """
@@ -50,11 +49,6 @@ class Narrow(NamedTuple):
     link: str
     option: str
     fix: str
-    fixed: Version | None = None
-
-    def affects(self, version: Version) -> bool:
-        """Return True if the kernels of a PyTorch version have this limit."""
-        return self.fixed is None or version < self.fixed
 
 
 # ---- counts of calls --------------------------------------------------------------------------------
@@ -290,12 +284,12 @@ class Overflow(NamedTuple):
         return f"%{self.node.name} ({place}), {phase}: {self.reached.description} {self.reached.number:,}; {limit}"
 
 
-def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]:
+def overflows(program: ir.Program) -> list[Overflow]:
     """Return the calls of a program, in order, that count beyond the limits of their CUDA kernels."""
     calls = []
     for node in flatten(program).graph.nodes:
         for narrow in NARROW_BY_OPERATOR.get(node.target, ()):
-            if narrow.affects(version) and has_sizes(node):
+            if has_sizes(node):
                 beyond = (count for count in narrow.counts(node) if count.number > narrow.limit)
                 calls += [Overflow(node, narrow, count) for count in beyond][:1]
     return calls

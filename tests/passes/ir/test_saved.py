@@ -13,11 +13,11 @@ from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
 from passes.ir import ir
-from passes.ir.bodies import flatten, same_layout
+from passes.ir.bodies import Body, flatten, same_layout
 from passes.ir.layer import Layer, Role
 from passes.ir.printer import print_program
 from passes.ir.record import FIELDS, BodyNode, NodeRecord, Origin, differences
-from passes.ir.saved import Unreadable, Unwritable, operators_in, read, to_text
+from passes.ir.saved import Unreadable, Unwritable, read, to_text
 from passes.ir.spec import Spec
 from passes.torch_private import LazyGraphModule, OpOverload
 
@@ -30,6 +30,13 @@ JOBS = {
     "documents over cp, counted": ({"attention": "documents"}, {"cp": 2}, 2),
     "experts": ({"experts": ExpertsConfig(count=4, top_k=2, width=8)}, {"dp_shard": 2, "ep": 2}, 1),
 }
+
+
+def operators_in(programs) -> set[OpOverload]:
+    """Return all operators that programs call, also in their bodies."""
+    calls = [node.target for program in programs for node in program.calls()]
+    inner = [node.target for target in calls if isinstance(target, Body) for node in target.graph.nodes]
+    return {target for target in (*calls, *inner) if isinstance(target, OpOverload)}
 
 
 def programs(job):

@@ -148,10 +148,8 @@ def test_sizes_that_depend_on_data_are_not_judged():
     assert not overflows(sized.of(aten.mm.default, node, one, like=one))
 
 
-def test_versions_with_a_fix_are_not_refused():
-    fixed = [item._replace(fixed=(2, 14)) for item in NARROW]
-    assert not any(item.affects((2, 14)) for item in fixed) and all(item.affects((2, 13)) for item in fixed)
-    assert all(item.affects((9, 0)) for item in NARROW) and all(item.link.startswith("https://") for item in NARROW)
+def test_every_entry_of_the_table_has_a_link_and_is_used():
+    assert all(item.link.startswith("https://") for item in NARROW)
     assert set(NARROW_BY_OPERATOR) == {operator for item in NARROW for operator in item.operators}
 
 
