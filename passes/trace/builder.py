@@ -34,10 +34,9 @@ class Builder(Editor, ABC):
     """Appends local operators to a new graph.
 
     `coordinates` are the rank's by axis, with the block table of a sequence. `operators` are the local operators made
-    for this program, by their source. `notes` are lines for the pass's report. `context_method` is the requested method
-    of context parallelism, `balance` the machine's rates for `auto`. Ranks with other rows may have other block tables,
-    unless rows are exchanged: then all share `one_table`. `attentions` are the bounds whose hops are known, row by row.
-    `masks` counts the inserted masks.
+    for this program, by their source. `context_method` is the requested method of context parallelism, `balance` the
+    machine's rates for `auto`. Ranks with other rows may have other block tables, unless rows are exchanged: then all
+    share `one_table`. `attentions` are the bounds whose hops are known, row by row. `masks` counts the inserted masks.
     """
 
     def __init__(self, mesh: Mesh, ctx: ir.Context):
