@@ -48,7 +48,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from passes.signals import undisturbed
 
-__all__ = ["BatchNorm", "LazyGraphModule", "OpOverloadPacket", "TorchDispatchMode", "tree_iter"]  # re-exported
+# exported again
+__all__ = ["BatchNorm", "LazyGraphModule", "OpOverloadPacket", "TorchDispatchMode", "tree_iter", "tree_map_only"]
 
 c10d = torch.ops._c10d_functional
 Ask = Callable[[list[str], str], Callable[[], Any]]  # (argument types of a C++ kernel, its source) -> its loader

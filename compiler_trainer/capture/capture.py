@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 
+from compiler_trainer.capture.assigned import as_writes, refuse_replaced
 from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.fold import StateTensor, fold_stacks
@@ -56,16 +57,27 @@ MATMULS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.d
 class _WithLoss(nn.Module):
     """The model and its loss as one module of positional tensors, which have the names `keys` in the batch.
 
-    It returns the loss followed by the metrics, and calls `note` with the metrics by name.
+    It returns the loss followed by the metrics, calls `note` with the metrics by name, and `replaced` with the names of
+    tensors other than buffers that the model replaces.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...], note: Callable[[Metrics], None]):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        keys: tuple[str, ...],
+        note: Callable[[Metrics], None],
+        replaced: Callable[[set[str]], None],
+    ):
         super().__init__()
-        self.model, self.loss_fn, self.keys, self.note = model, loss_fn, keys, note
+        self.model, self.loss_fn, self.keys, self.note, self.replaced = model, loss_fn, keys, note, replaced
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        loss, metrics = parted(self.loss_fn(self.model, dict(zip(self.keys, values))), len(values[0]))
+        replaced = set[str]()
+        with as_writes(self.model, replaced):
+            loss, metrics = parted(self.loss_fn(self.model, dict(zip(self.keys, values))), len(values[0]))
         self.note(metrics)
+        self.replaced(replaced)
         return loss, *metrics.values()
 
 
@@ -109,8 +121,8 @@ def capture(
             raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
     mode = FakeTensorMode()
     keys = tuple(batch)
-    metrics: dict[str, Tensor] = {}  # not an attribute of the module, because export restores those
-    module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys, metrics.update)
+    metrics, replaced = dict[str, Tensor](), set[str]()  # not attributes of the module, because export restores those
+    module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys, metrics.update, replaced.update)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
     with (
@@ -125,6 +137,7 @@ def capture(
         _quiet(),
     ):
         exported = _export(module, values)
+        refuse_replaced(exported, replaced)
         state = state_of(exported, model)
         write_gradients(exported.graph, {node for node, state_tensor in state.items() if state_tensor.is_trained})
         replace_grouped_mm(exported.graph)

@@ -190,4 +190,4 @@ def heads_of(program: ir.Program) -> list[fx.Node]:
     """Return the matmuls that no other matmul follows, in order."""
     matmuls = [n for n in program.calls() if name_of(n) in (*MATMULS, "addmm")]
     last = last_of(program, [*matmuls, *(n for n in program.calls() if name_of(n) in IN_CHUNKS)])
-    return [n for n in matmuls if n in last]
+    return [n for n in matmuls if n in last and ir.example(n).dim()]

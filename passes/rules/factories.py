@@ -13,7 +13,8 @@ VALUES = {"zeros": 0.0, "ones": 1.0, "empty": None}
 def uniform(node: fx.Node) -> Rule:
     """Make the rule of a tensor of equal entries, of which each rank creates its share."""
     (shape,), name = result_shapes(node), name_of(node)
-    value = VALUES[name] if name in VALUES else float(node.args[1])  # type: ignore[arg-type]
+    fill = VALUES.get(name, node.args[1] if name == "full" else None)
+    value = None if fill is None or isinstance(fill, complex) else float(fill)  # type: ignore[arg-type]
     return of_dims(
         node,
         [],

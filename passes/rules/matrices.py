@@ -35,6 +35,8 @@ def parts_of(product: fx.Node) -> tuple[int, tuple[int, ...], int] | None:
 
     None if it is not cut.
     """
+    if not ir.example(product).dim():
+        return None
     *rows, columns = ir.example(product).shape
     nodes, dims = [product], [*([(n, 0)] for n in rows), [(columns, 1)]]
     while True:

@@ -33,19 +33,23 @@ from passes.sharding import draws as drawing
 from passes.sharding import norms
 from passes.sharding.pieces import rejoin
 from passes.sharding.random import dropout
-from passes.torch_private import decomposition
+from passes.torch_private import decomposition, tree_iter, tree_map_only
 from passes.trace.editor import Editor, inline, replace_by
 
 aten = torch.ops.aten
 KEEPS_ORDER = frozenset(
     "unsqueeze squeeze view reshape _unsafe_view expand slice to _to_copy alias detach clone".split()
 )
+ALONG_A_DIM = frozenset(
+    "softmax _softmax log_softmax _log_softmax sort topk flip cumsum cumprod cummax cummin logcumsumexp "
+    "index_select gather scatter scatter_add transpose".split()
+)
 NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
 
 
 def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
     """Compute a mean as a sum over the logical count."""
-    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    dims = range(x.dim()) if dim is None or dim == [] or not x.dim() else [dim] if isinstance(dim, int) else dim
     dims = list(dims)
     return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
 
@@ -53,6 +57,11 @@ def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
 def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Compute a linear layer whose bias is added after the sum is complete."""
     return F.linear(x, weight) + bias
+
+
+def linear_of_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a linear layer with one output, which has no dim."""
+    return x.matmul(weight) if bias is None else x.matmul(weight) + bias
 
 
 def convolution_bias(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
@@ -181,9 +190,9 @@ def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
     return x.gather(1, ids.expand(-1, -1, *x.shape[2:])).reshape(n, *tail, *x.shape[2:])
 
 
-def gather_strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
-    """Gather entries of dense memory by their position (as_strided); leading dims that both share are kept."""
-    base, offset, shared = in_memory_order(x), storage_offset or 0, 0
+def gather_strided(offset: int, x: Tensor, size: list[int], stride: list[int], *_: Any, **__: Any) -> Tensor:
+    """Gather entries of dense memory by their position from `offset` (as_strided); leading dims both share are kept."""
+    base, shared = in_memory_order(x), 0
     while shared < min(len(size), base.dim()):
         reach = offset + 1 + sum((n - 1) * step for n, step in zip(size[shared + 1 :], stride[shared + 1 :]))
         is_shared = size[shared] == base.shape[shared] and (size[shared] == 1 or stride[shared] == base.stride(shared))
@@ -197,6 +206,13 @@ def gather_strided(x: Tensor, size: list[int], stride: list[int], storage_offset
     for d, (n, step) in enumerate(zip(size[shared:], stride[shared:])):
         at = at + torch.arange(n, device=x.device).view(n, *[1] * (remaining - 1 - d)) * step
     return aten.index.Tensor(flat, [None] * shared + [at])
+
+
+def entry_in_one_dim(op: Any, example: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator with a dim on tensors of no dims, as tensors of one entry; `example` has the results' shapes."""
+    args, kwargs = tree_map_only(Tensor, lambda x: x if x.dim() else x.view(1), (args, kwargs))
+    results, examples = op(*args, **kwargs), iter(tree_iter(example))
+    return tree_map_only(Tensor, lambda x: x.reshape(next(examples).shape), results)
 
 
 def in_memory_order(x: Tensor) -> Tensor:
@@ -335,12 +351,44 @@ REPLACED = {
 SAFE_NORMS = {"group_norm": norms.group_norm, "layer_norm": norms.layer_norm, "rms_norm": norms.rms_norm}
 
 
+def strided(node: fx.Node) -> Any:
+    """Return the function to write an `as_strided` as, which reads the tensor that its views lead to; raise Refused.
+
+    An offset counts from the start of memory; without one, the tensor's own counts.
+    """
+    x = ir.example(node.args[0])  # type: ignore[arg-type]
+    offset = argument(node, "storage_offset")
+    size, stride = node.args[1:3]
+    while name_of(node.args[0]) in VIEWS and ir.is_tensor(node.args[0].args[0]):  # type: ignore[union-attr]
+        node.args = (node.args[0].args[0], *node.args[1:])  # type: ignore[union-attr]
+    base = ir.example(node.args[0])  # type: ignore[arg-type]
+    start = (x.storage_offset() if offset is None else offset) - base.storage_offset()
+    last = start + sum((n - 1) * step for n, step in zip(size, stride))  # type: ignore[arg-type]
+    is_inside = 0 <= start <= last < base.numel() <= ENTRIES and in_memory_order(base).is_contiguous()
+    if is_inside:  # PyTorch gives no gradient to entries in the gaps of a view
+        entries = torch.zeros(base.numel(), dtype=torch.bool)
+        entries.as_strided(x.shape, x.stride(), x.storage_offset() - base.storage_offset()).fill_(True)
+        is_inside = bool(entries.as_strided(size, stride, start).all())  # type: ignore[arg-type]
+    if not is_inside:
+        problem = "as_strided reads entries of memory that are not those of its operand"
+        raise ir.Refused("normalize", node, f"{problem}; use slices and indices instead")
+    return partial(gather_strided, start)
+
+
+ENTRIES = 2**28  # most of a tensor that is read by its strides
+VIEWS = frozenset(
+    "alias detach view _unsafe_view slice select narrow transpose permute t squeeze unsqueeze expand".split()
+)
+
+
 def replacement(node: fx.Node, mesh: Mesh) -> Any:
     """Return the function to write the node as; None if its rule takes it unchanged."""
     name = name_of(node)
     if _is_empty(node):
         return partial(empty_constant, ir.example(node))
     split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
+    if name in ALONG_A_DIM and not ir.example(node.args[0]).dim():
+        return partial(entry_in_one_dim, node.target, ir.value(node))
     if name == "split" and mesh["tp"] > 1 and _is_equal_split(node):
         return split_as_select
     if name == "slice" and mesh["tp"] > 1 and _takes_every_nth(node):
@@ -357,8 +405,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return REPLACED[name]
     if name == "index" and _looks_up_own_rows(node):
         return index_own_rows
-    if name == "as_strided" and in_memory_order(ir.example(node.args[0])).is_contiguous():
-        return gather_strided
+    if name == "as_strided":
+        return strided(node)
     if name == "cat" and _partly_empty(node):
         return concatenate_nonempty
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
@@ -369,6 +417,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return put_where
     if name == "matmul" and _repeats_matrix(node):
         return matmul_of_rows
+    if name == "linear" and ir.example(node.args[1]).dim() == 1:
+        return linear_of_vector
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
         return linear_bias
     if name == "convolution" and node.args[2] is not None:
@@ -443,19 +493,18 @@ class Normalize(ir.Pass):
         program = program.copy()
         counts = {"cat": joined} if (joined := rejoin(program, ctx)) else {}
         program = key_random(program, ctx)
-        final: set[Any] = set()  # operators whose definition calls them again
+        final: set[fx.Node] = set()  # calls of an operator in its own definition
         queue = list(program.calls())
         while queue:
             node = queue.pop(0)
-            if not is_operator(node) or node.target in final:
+            if not is_operator(node) or node in final:
                 continue
             fn = replacement(node, program.mesh)
             if fn is None:
                 continue
             counts[name_of(node)] = counts.get(name_of(node), 0) + 1
             target, new = node.target, inline(node, fn, ctx)
-            if any(n.target is target and replacement(n, program.mesh) is not None for n in new):
-                final.add(target)
+            final |= {n for n in new if n.target is target}
             queue = new + queue
         program.graph.eliminate_dead_code()
         program.module.recompile()

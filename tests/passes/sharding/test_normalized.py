@@ -7,6 +7,9 @@ import torch
 from oracle import NO_DECAY, trained_alike
 from torch import nn
 
+from compiler_trainer.config.errors import UserError
+from passes.sharding import normalize
+
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
 every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=str)
 
@@ -96,6 +99,9 @@ def windows(x):
 @every_mesh
 @pytest.mark.parametrize("function", [
     pooled_in_place, windows, lambda x: x.transpose(0, 1).as_strided((7, 6, 4), (6, 1, 42), 42).transpose(1, 2),
+    lambda x: x.reshape(-1)[6:].as_strided((3, 6), (6, 1), 6).sum(0) + x,  # an offset counts from the start of memory
+    lambda x: x.reshape(-1)[6:].as_strided((3, 6), (6, 1)).sum(0) + x,
+    lambda x: x.contiguous()[:, :3].as_strided((5, 2, 6), (42, 6, 1)).sum(1, keepdim=True) + x,
 ])  # fmt: skip
 @pytest.mark.sample(2)
 def test_entries_by_their_place_in_memory(function, mesh):
@@ -118,3 +124,52 @@ def test_attention_broadcasts_its_operands_over_the_batch(mesh):
     attend = nn.functional.scaled_dot_product_attention
     alike(lambda x: attend(LEARNED * 2, x[:, None], x[:, None].exp())[:, 0], mesh)
     alike(lambda x: attend(x[:, None], LEARNED, LEARNED.cos())[:, 0], mesh)
+
+
+def test_entries_between_those_of_a_view_are_refused():
+    """Check strides that lead into the gaps of a view, to whose entries PyTorch gives no gradient."""
+    with pytest.raises(UserError, match="as_strided reads entries of memory that are not those of its operand; use slices"):
+        alike(lambda x: x.contiguous()[:, :3].as_strided((5, 2, 6), (18, 6, 1)).sum(1, keepdim=True) + x, {})
+
+
+ZERO = torch.tensor(0)
+OF_ONE_ENTRY = {
+    "cumsum": lambda s: s.cumsum(0), "cumprod": lambda s: s.cumprod(0), "cummax": lambda s: s.cummax(0).values,
+    "softmax": lambda s: s * s.softmax(-1), "sort": lambda s: s.sort(0).values, "topk": lambda s: s.topk(1, 0).values,
+    "flip": lambda s: s.flip(0), "gather": lambda s: s.gather(0, ZERO), "scatter": lambda s: s + s.scatter(0, ZERO, 2.0),
+    "index_select": lambda s: s.index_select(0, ZERO.view(1)), "mean": lambda s: s.mean(0),
+    "transpose": lambda s: s.transpose(0, -1).transpose(0, -1), "logcumsumexp": lambda s: s.logcumsumexp(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ONE_ENTRY)
+@pytest.mark.sample(4)
+def test_dims_of_tensors_without_dims(name):
+    alike(lambda x: x * (1 + 0.1 * OF_ONE_ENTRY[name](x.mean())), {"dp_shard": 2})
+
+
+class Dots(nn.Module):
+    """Matmuls of vectors, whose results have no dims."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.vector = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        y, v = self.layer(x), self.vector
+        return y * (y.mean((0, 1)) @ v) + y * (v @ v) + y * nn.functional.linear(v, v, v.sum())
+
+
+@every_mesh
+@pytest.mark.sample(1)
+def test_matmuls_of_vectors(mesh):
+    trained_alike(Dots().double(), loss, data(7, 6), mesh, NO_DECAY)
+
+
+def test_a_second_call_of_an_operator_that_is_written_by_itself(monkeypatch):
+    """Check that all calls are rewritten if the first one's definition calls the operator again."""
+    monkeypatch.setitem(normalize.REPLACED, "sin", lambda x: torch.sin(x + 0.0))
+    step = alike(lambda x: torch.sin(torch.sin(x) + 1), {})
+    counts = next(p["report"]["counts"] for p in step.report["passes"] if p["name"] == "normalize")
+    assert counts["sin"] == 2
