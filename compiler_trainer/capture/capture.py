@@ -235,7 +235,8 @@ def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
         if isinstance(value, FakeTensor):
             place = next((f"{ir.source(user)} " for user in node.users), "")
             problem = "reads a tensor that no captured operator creates, such as a result of torch.autograd.grad"
-            raise UserError("model", f"{place}{problem}; use torch.func.grad")
+            fix = "use torch.func.grad; or, for a parameter in a list or of another module, register it where it is"
+            raise UserError("model", f"{place}{problem}; {fix}")
     return constants
 
 

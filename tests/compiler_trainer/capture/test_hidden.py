@@ -136,6 +136,16 @@ REFUSED = [
 ]
 
 
+def test_a_parameter_in_a_list_is_refused_by_its_line():
+    def weight_in_list(m, x):
+        return x * m.weights[0]
+
+    between = Between(weight_in_list)
+    between.weights = [between.weight]
+    with pytest.raises(UserError, match=r"test_hidden.py:\d+ reads a tensor .* or, for a parameter in a list .*, register it"):
+        compile_lockstep(perceptron(between), squared_error, points()[0], {}, NO_DECAY)
+
+
 @pytest.mark.parametrize(("doing", "says"), REFUSED, ids=[doing.__name__ for doing, _ in REFUSED])
 def test_it_is_refused_by_its_line(doing, says):
     with pytest.raises(UserError, match=says):
