@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -14,8 +15,15 @@ WIDTH, WIDEST = 160, 220  # columns if the output is no terminal
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print a line at once in a single write, so that lines of threads do not mix."""
-    print(f"{text}\n", end="", file=to, flush=True)
+    """Print a line at once in a single write, so that lines of threads do not mix.
+
+    If nobody reads the output any more, or its disk is full, later lines are dropped: a run does not end for it.
+    """
+    try:
+        print(f"{text}\n", end="", file=to, flush=True)
+    except OSError:
+        if to is None:
+            sys.stdout = open(os.devnull, "w")
 
 
 def wide(width: int = WIDTH, **options: Any) -> Console:

@@ -5,6 +5,7 @@ YAML config files are checked before use, because with aliases a small file may 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -48,7 +49,9 @@ def write_atomically(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        raise UserError(str(path), f"cannot be written: {error.strerror}; move the file of that name away") from error
+        is_in_the_way = error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+        fix = "move the file of that name away" if is_in_the_way else "make room, or get the right to write there"
+        raise UserError(str(path), f"cannot be written: {error.strerror}; {fix}") from error
 
 
 def json_of(path: Path, kind: Any = Any) -> Any:

@@ -399,13 +399,25 @@ class DatasetRows(Rows):
         item = self.dataset[number]
         if not isinstance(item, Mapping) or not item:
             raise UserError(self.place, f"item {number} is a {type(item).__name__}, not a dict of named tensors")
-        row = add_defaults({name: np.asarray(value) for name, value in item.items()})
+        row = add_defaults({name: self.array(value, f"item {number}: entry {name!r}") for name, value in item.items()})
         shapes = {name: (value.shape, value.dtype) for name, value in row.items()}
         if shapes != getattr(self, "shapes", shapes):
             raise UserError(
                 self.place, f"item {number} has {describe_shapes(shapes)}, the first {describe_shapes(self.shapes)}"
             )
         return row
+
+
+    def array(self, value: Any, where: str) -> NDArray[Any]:
+        """Return an entry of a row as an array; raise UserError unless it has numbers that NumPy knows."""
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError) as error:
+            dtype = getattr(value, "dtype", type(value).__name__)
+            raise UserError(self.place, f"{where} is {dtype}, which NumPy cannot take; make it float32") from error
+        if array.dtype.kind not in "biufc":
+            raise UserError(self.place, f"{where} has no numbers, but {array.dtype}; make it a tensor, or leave it out")
+        return array
 
 
 def add_defaults(row: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -20,7 +20,7 @@ from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import check_names, from_newest
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
-from compiler_trainer.training.evaluate import by_source, evaluating_step, means, validation_batches
+from compiler_trainer.training.evaluate import by_source, evaluating_step, means, samples_left_out, validation_batches
 from compiler_trainer.training.loggers import Working
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.reference import refer
@@ -40,17 +40,19 @@ def evaluate(cfg: Config, other: bool) -> str:
     check_labels(datasets)
     refer(cfg, datasets)
     loader = datasets.eval or datasets.train
+    left_out = samples_left_out(cfg, loader)
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)
         datasets.read_only(step.samples_read(step.ranks).numpy())
-        results, count = means(step, told(loader, cfg.eval.batches, tell))
+        results, count = means(step, told(loader, cfg, tell))
     stop_ranks()
     if not cfg.loss and not has_further_terms(trained):
         results["perplexity"] = math.exp(results["loss"]) if results["loss"] < 700 else math.inf
     shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
     terms = "pairs" if cfg.data.has_groups else "tokens"
     terms = {"answers": "answers", "classes": "texts"}.get(cfg.data.records, terms)
-    return f"{shown}, {terms} {count:,} in {taken(loader, cfg.eval.batches)}"
+    note = f"; note: {left_out}" if left_out else ""
+    return f"{shown}, {terms} {count:,} in {taken(loader, cfg.eval.batches)}{note}"
 
 
 def has_further_terms(trained: Subject) -> bool:
@@ -92,10 +94,11 @@ def measuring(
     return step
 
 
-def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> Iterator[tuple[str, Batch]]:
+def told(loader: Loader, cfg: Config, tell: Callable[[str], None]) -> Iterator[tuple[str, Batch]]:
     """Yield the batches to evaluate and report the progress of each."""
-    count = len(by_source(loader, batches))
-    for number, batch in enumerate(validation_batches(loader, batches), 1):
+    choice = cfg.eval.batches, not cfg.has_own_loss
+    count = len(by_source(loader, *choice))
+    for number, batch in enumerate(validation_batches(loader, *choice), 1):
         tell(f"batch {number:,} of {count:,}")
         yield batch
 

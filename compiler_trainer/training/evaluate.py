@@ -110,23 +110,44 @@ def count_terms(batch: Batch) -> Tensor:
     return (labels != IGNORED_LABEL).reshape(len(labels), -1).sum(1)
 
 
-def validation_batches(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
+def validation_batches(loader: Loader, batches: int | None, fills: bool = True) -> Iterator[tuple[str, Batch]]:
     """Yield (source, batch) over the validation data.
 
-    With `batches`, take that many first global batches, the same ones each time. With None, take every
-    sample once.
+    With `batches`, take the samples of that many first global batches, each once, the same ones each time. With None,
+    take all samples. Without `fills`, leave out those that do not make a full batch.
     """
-    return ((name, fill_batch(loader, numbers)) for name, numbers in by_source(loader, batches))
+    return ((name, fill_batch(loader, numbers)) for name, numbers in by_source(loader, batches, fills))
 
 
-def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np.int64]]]:
-    """Return (source, numbers of samples) for each batch to evaluate; a source's last batch may be smaller."""
+def by_source(loader: Loader, batches: int | None, fills: bool = True) -> list[tuple[str, NDArray[np.int64]]]:
+    """Return (source, numbers of samples) for each batch to evaluate; if it `fills`, a source's last may be smaller."""
     rows, size = loader.rows, loader.batch_size
     none = (0,) * len(rows.parts)
     numbers = np.arange(len(rows)) if batches is None else loader.draw(none, batches * size)[0]
+    numbers = numbers[np.sort(np.unique(numbers, return_index=True)[1])]  # few samples are drawn more than once
     owners = np.searchsorted(rows.firsts, numbers, side="right") - 1
     parts = [(name, numbers[owners == owner]) for owner, name in enumerate(rows.names)]
-    return [(name, own[first : first + size]) for name, own in parts for first in range(0, len(own), size)]
+    cut = [(name, part[first : first + size]) for name, part in parts for first in range(0, len(part), size)]
+    return [(name, part) for name, part in cut if fills or len(part) == size]
+
+
+def samples_left_out(cfg: Config, loader: Loader) -> str:
+    """Return a note on the samples that evaluations leave out, or an empty string.
+
+    A loss of the user's may count the samples that fill a batch, whatever their labels. Raises UserError without a full
+    batch.
+    """
+    if not cfg.has_own_loss:
+        return ""
+    counts = [sum(len(n) for _, n in by_source(loader, cfg.eval.batches, fills)) for fills in (True, False)]
+    if not counts[1]:
+        most = max(map(len, loader.rows.parts))
+        problem = f"is {loader.batch_size:,}, but a source of validation data has at most {most:,} samples"
+        fix = "a loss of your own might count samples that fill a batch; make it smaller, or set eval.interval=null"
+        raise UserError("train.global_batch_size", f"{problem}: {fix}")
+    left = counts[0] - counts[1]
+    reason = "make no full batch, and a loss of your own might count samples that fill one"
+    return f"evaluations leave out {left:,} of {counts[0]:,} samples: they {reason}" if left else ""
 
 
 def fill_batch(loader: Loader, numbers: NDArray[np.int64]) -> Batch:

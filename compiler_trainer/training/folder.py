@@ -121,7 +121,7 @@ def graphs_of(cfg: Config) -> Iterator[Dumps | None]:
             raise
         except BaseException:
             keep(dumps, Path(cfg.run.dir, GRAPHS))
-            with suppress(OSError):
+            with suppress(OSError, UserError):  # the first error is the one to report
                 begin(cfg)
             raise
         keep(dumps, Path(cfg.run.dir, GRAPHS))

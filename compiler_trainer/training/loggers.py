@@ -292,7 +292,7 @@ class RetryingLogger:
         previous, self.failure = self.failure, ""
         try:
             while self.pending:
-                self.logger.log(self.pending[0])
+                self.log_first()
                 del self.pending[0]
         except Exception as error:
             self.failure = f"{type(error).__name__}: {one_line(error)}"
@@ -302,6 +302,14 @@ class RetryingLogger:
             say(f"{name} does not accept metrics ({self.failure[:200]}): they are kept and sent again later")
         if previous and not self.failure:
             say(f"{name} accepts metrics again, none is missing")
+
+    def log_first(self) -> None:
+        """Send the first kept record; one that the logger cannot take, now or later, is dropped and reported."""
+        try:
+            self.logger.log(self.pending[0])
+        except (LookupError, TypeError, AttributeError) as error:
+            step, name = int(self.pending[0]["step"]), type(self.logger).__name__
+            say(f"{name} cannot take the metrics of step {step:,} ({type(error).__name__}: {one_line(error)[:200]})")
 
     def close(self, failed: bool) -> None:
         """Send a last time, and report the records that are lost."""

@@ -156,7 +156,8 @@ class Steps:
         """Return a step's measurements, with the validation that is due after it; raise Lost if they are not finite."""
         record = {"step": launched.number, "tokens": tokens, **self.meters.read(launched)}
         if self.datasets.eval is not None and is_due(launched.number, self.cfg.eval.interval, self.cfg.train.steps):
-            metrics, _ = means(self.step, validation_batches(self.datasets.eval, self.cfg.eval.batches))
+            batches = validation_batches(self.datasets.eval, self.cfg.eval.batches, not self.cfg.has_own_loss)
+            metrics, _ = means(self.step, batches)
             record |= {f"eval_{name}": value for name, value in metrics.items()}
         record = self.judge.check(record)
         if "loss" in record and (remark := self.spikes.message(launched.number, record["loss"])):

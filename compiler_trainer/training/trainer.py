@@ -32,7 +32,7 @@ from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.anomalies import Lost, Replicas, Rollback
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
 from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, save_snapshot, saving, send_rest, snapshots
-from compiler_trainer.training.evaluate import Patience, Samples, means, validation_batches
+from compiler_trainer.training.evaluate import Patience, Samples, means, samples_left_out, validation_batches
 from compiler_trainer.training.failures import Peers, Watch
 from compiler_trainer.training.loggers import (
     Working,
@@ -99,6 +99,7 @@ def train(
         samples.append(Answers(cfg, trained, datasets.train))
     if cfg.eval.interval is not None:
         check_labels(datasets)
+    left_out = samples_left_out(cfg, datasets.eval) if datasets.eval and cfg.eval.interval is not None else ""
     check_room(cfg, trained)
     cfg = same_on_all_ranks(cfg, datasets)
     with owning(cfg) as owners, Peers(cfg.run.elastic), status:
@@ -109,7 +110,7 @@ def train(
         open_streams(datasets)
         trace.check(cfg, start.step)
         checked = check_capture(cfg, trained, lambda: peek(datasets.train))
-        for note in (*notes(cfg, trained), remark(cfg, trained), checked):
+        for note in (*notes(cfg, trained), remark(cfg, trained), checked, left_out):
             if note:
                 announce(note)
         phases.end("model")
@@ -244,7 +245,7 @@ def run(
     which resuming drops, and never one too few.
     """
     if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
-        metrics, _ = means(step, validation_batches(datasets.eval, cfg.eval.batches))
+        metrics, _ = means(step, validation_batches(datasets.eval, cfg.eval.batches, not cfg.has_own_loss))
         announce(f"eval loss {metrics['loss']:.3f} before the first step")
     rollback, replicas = Rollback(cfg, trained, step, start), Replicas(cfg, step)
     intervals = [cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from short_runs import options
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, WeightedSource
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import build_datasets, check_labels, check_vocabulary, split_numbers
+from compiler_trainer.data.datasets import DatasetRows, build_datasets, check_labels, check_vocabulary, split_numbers
 from compiler_trainer.training import trainer
 
 
@@ -121,6 +122,29 @@ def test_halves(count, fraction, sizes):
 def test_what_is_no_dataset_is_refused(cfg, message):
     with pytest.raises(UserError, match=message):
         built(cfg)
+
+
+class Entry(Listed):
+    """A dataset of rows with one entry of any kind."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        return {"tokens": np.arange(4), "x": self.value}
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    (torch.ones(2, dtype=torch.bfloat16), "entry 'x' is torch.bfloat16, which NumPy cannot take; make it float32"),
+    ("a", "entry 'x' has no numbers, but <U1; make it a tensor, or leave it out"),
+    (None, "entry 'x' has no numbers, but object; make it a tensor, or leave it out"),
+])
+def test_entries_without_numbers_are_named(value, message):
+    with pytest.raises(UserError, match=r"^data: item \d: " + re.escape(message)):
+        DatasetRows(Entry(value), np.arange(3), 4, "data")
 
 
 def test_rows_of_other_shapes_are_named():

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from short_runs import FakeStep, metrics, options, resuming
 
+import compiler_trainer as ct
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import steps_of
@@ -17,7 +19,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.training import steps, trainer
-from compiler_trainer.training.evaluate import means, validation_batches
+from compiler_trainer.training.evaluate import by_source, means, validation_batches
 
 
 @pytest.fixture
@@ -128,6 +130,49 @@ def test_the_loss_of_a_single_source_has_no_second_name(tmp_path):
     (source,) = written(tmp_path, a="a" * 1000)
     loader = build_datasets(DataConfig(name="text", files=source.files), 10, 8).eval
     assert set(means(ByLetter(), validation_batches(loader, 2))[0]) == {"loss", "share"}
+
+
+@pytest.mark.parametrize(("batches", "fills", "sizes"), [(None, True, [8, 2]), (None, False, [8]), (4, True, [8, 2]), (1, True, [8])])
+def test_each_sample_is_evaluated_once(batches, fills, sizes, tmp_path):
+    (source,) = written(tmp_path, a="a" * 198)
+    loader = build_datasets(DataConfig(name="text", files=source.files, eval_fraction=0.5), 10, 8).eval
+    assert len(loader.rows) == 10
+    parts = [numbers.tolist() for _, numbers in by_source(loader, batches, fills)]
+    assert list(map(len, parts)) == sizes and len({n for part in parts for n in part}) == sum(sizes)
+
+
+def own_loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["labels"])
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, n):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(n))
+        return {"x": x, "labels": x.sum().view(1)}
+
+
+def evaluated(folder, size, **options):
+    """Return the validation loss of 10 rows, in batches of `size`, with a loss that does not ignore labels of -100."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    data = {"name": "custom", "_target_": Squares, "eval_fraction": 0.2}
+    job = ct.Trainer(model, own_loss, data, train={"steps": 1, "global_batch_size": size}, optim={"lr": 0.0}, eval={"interval": 1, "batches": None},
+                     lower={"backend": "eager"}, checkpoint={"interval": None}, run={"dir": str(folder), "dump_graphs": False})
+    return job.train()
+
+
+def test_rows_that_fill_a_batch_count_in_no_loss(tmp_path, capsys):
+    whole = evaluated(tmp_path / "whole", 5)
+    assert "evaluations leave out" not in capsys.readouterr().out
+    assert evaluated(tmp_path / "part", 10) == pytest.approx(whole, rel=1e-6)
+    part = evaluated(tmp_path / "eight", 8)
+    assert "evaluations leave out 2 of 10 samples: they make no full batch" in capsys.readouterr().out
+    assert part == pytest.approx(whole, rel=0.5)  # of 8 rows of 10, and not 1,485
+    with pytest.raises(UserError, match="^train.global_batch_size: is 12, but a source of validation data has at most 10 samples: a loss"):
+        evaluated(tmp_path / "none", 12)
 
 
 def test_losses_by_source_are_recorded(fake, tmp_path):

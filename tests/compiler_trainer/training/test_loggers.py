@@ -128,6 +128,21 @@ def test_what_a_service_does_not_take_is_kept_said_once_and_handed_on(capsys, mo
     assert output.count("Away accepts metrics again, none is missing") == 1
 
 
+def test_a_record_that_a_logger_cannot_take_does_not_keep_back_later_ones(capsys):
+    class Losses:
+        def __init__(self):
+            self.seen = []
+
+        def log(self, record):
+            self.seen.append(record["loss"])
+
+    logger = RetryingLogger(losses := Losses())
+    for record in ({"step": 1, "loss": 3.0}, {"step": 2, "skipped": 1.0}, {"step": 3, "loss": 2.0}):
+        logger.log(record)
+    assert losses.seen == [3.0, 2.0]
+    assert capsys.readouterr().out == "Losses cannot take the metrics of step 2 (KeyError: 'loss')\n"
+
+
 def test_what_it_never_took_is_said_to_be_missing(capsys):
     logger = RetryingLogger(Away(100))
     for step in (1, 2, 3):
