@@ -220,13 +220,15 @@ def classify(region: Region, node: fx.Node) -> None:
         region.unsorted |= {node} if node.args[0] in region.unsorted else set()
     elif name in GROUPED_MATMULS and kinds[0] == "rows" and region.kind(node.args[2]) == "ends" and not kinds[1]:
         add_matmul(region, node)
+    elif only_unsorted(region, node):
+        return  # not among the rows: an operator on both is refused
     elif name in ("index", "index_select"):
         add_lookup(region, node)
     elif name == "index_put":
         add_put(region, node)
     elif set(kinds) <= {"rows", None} and by_row(region, node):
         region.kinds[node] = "rows"
-    elif not set(kinds) <= {"counts", "ends", None} and not only_unsorted(region, node):
+    elif not set(kinds) <= {"counts", "ends", None}:
         raise NotRowwise(f"%{node.name} ({ir.source(node)}) is {name or node.target} of them")
 
 

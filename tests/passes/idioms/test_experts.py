@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from mixture import INNER, TOP, WIDTH, grouped, mixture, sequences
 from oracle import NO_DECAY, compile_lockstep, squared_error, trained_alike
 from rule_harness import capture, check, sharded
 from sweeps import in_turn, quick
-from torch import nn
+from torch import Tensor, nn
 
 from passes import rules
 from passes.ir import ir
@@ -157,6 +158,34 @@ def test_rows_that_mind_their_order_are_gathered_and_the_report_says_why(between
     assert report["counts"] == {"sorted by expert": 0}
     (note,) = report["notes"]
     assert re.fullmatch(r"%sort\w* \(mixture\.py:\d+\): rows sorted by expert are gathered: %\w+ .*", note)
+
+
+def with_bias(bias_of: Callable[[Tensor, Tensor, Tensor], Tensor], experts: int = 6, after: bool = False):
+    """Return a mixture whose rows, or its slots `after` all, get `bias_of(table, sorted ids, ids)`."""
+    model = mixture()
+    model.bias = nn.Parameter(torch.randn(experts, WIDTH, dtype=torch.float64))
+
+    def layer(self, x):
+        ids = self.router(x).topk(TOP)[1].reshape(-1)
+        in_order, perm = ids.sort(stable=True)
+        rows = grouped(x[perm // TOP], self.up.transpose(1, 2), self.counts(ids, 6).cumsum(0, dtype=torch.int32))
+        bias, rows = bias_of(self.bias, in_order, ids), rows[:, :WIDTH]
+        slots = self.back(rows, perm) + bias if after else self.back(rows + bias, perm)
+        return slots.view(-1, TOP, WIDTH).sum(1)
+
+    model.experts = layer.__get__(model)
+    return model
+
+
+@pytest.mark.parametrize(("bias_of", "after", "count"), (
+    (lambda table, in_order, ids: table[in_order], False, 1),
+    (lambda table, in_order, ids: table[ids], False, 0),
+    (lambda table, in_order, ids: table[ids.int()], False, 0),
+    (lambda table, in_order, ids: table[ids], True, 1),
+), ids=("sorted", "unsorted", "cast", "after"))
+def test_a_table_looked_up_by_unsorted_ids_is_not_among_the_sorted_rows(bias_of, after, count):
+    step = trained_alike(with_bias(bias_of, after=after), squared_error, sequences(), {"dp_shard": 2}, NO_DECAY)
+    assert passes_of(step, "experts")["counts"] == {"sorted by expert": count}
 
 
 def test_bins_that_are_no_experts_are_left_as_they_are():
