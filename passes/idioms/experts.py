@@ -193,6 +193,11 @@ def follow(sort: fx.Node) -> Region:
             raise NotRowwise("the model returns them")
         if node.op == "call_function" and node not in region.kinds and any(map(region.kind, node.all_input_nodes)):
             classify(region, node)
+    for node, new in region.replacements.items():
+        size = ir.example(node.args[0]).shape[0]  # type: ignore[arg-type]
+        if new == "of expert" and region.groups not in (0, size):
+            problem = f"looks up one of {size} rows, not of {region.groups} experts"
+            raise NotRowwise(f"%{node.name} ({ir.source(node)}) {problem}")
     return region
 
 

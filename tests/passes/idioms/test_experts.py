@@ -14,6 +14,7 @@ from rule_harness import capture, check, sharded
 from sweeps import in_turn, quick
 from torch import Tensor, nn
 
+from compiler_trainer.config.errors import UserError
 from passes import rules
 from passes.ir import ir
 from passes.ir.mesh import Mesh
@@ -186,6 +187,17 @@ def with_bias(bias_of: Callable[[Tensor, Tensor, Tensor], Tensor], experts: int 
 def test_a_table_looked_up_by_unsorted_ids_is_not_among_the_sorted_rows(bias_of, after, count):
     step = trained_alike(with_bias(bias_of, after=after), squared_error, sequences(), {"dp_shard": 2}, NO_DECAY)
     assert passes_of(step, "experts")["counts"] == {"sorted by expert": count}
+
+
+@pytest.mark.parametrize("mesh", ({"dp_shard": 2}, {"dp_shard": 2, "ep": 2}))
+def test_a_table_of_more_than_the_experts_is_not_spread_with_them(mesh):
+    model = with_bias(lambda table, in_order, ids: table[in_order], experts=9)
+    if "ep" in mesh:
+        with pytest.raises(UserError, match="mesh.ep: these experts cannot be spread.*looks up one of 9 rows, not of 6 experts"):
+            compile_lockstep(model, squared_error, sequences()[0], mesh)
+    else:
+        step = trained_alike(model, squared_error, sequences(), mesh, NO_DECAY)
+        assert passes_of(step, "experts")["counts"] == {"sorted by expert": 0}
 
 
 def test_bins_that_are_no_experts_are_left_as_they_are():
