@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from passes.ir import ir
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import DATA_AXES, Mesh
 from passes.ir.operators import axis_of
 from passes.ir.spec import REDUCTIONS, Dim, Factor, Spec
 from passes.ops.reshard import RESHARD_OPS
@@ -56,7 +56,8 @@ def check_placements(global_program: ir.Program, local: ir.Program) -> Iterator[
             names.update(cast_operand(origin))
         earlier = [source for source in sources if ir.stands_for(source) in names]
         if earlier:
-            if breaks_order(origin, axes_of_rows(origin, earlier[0]), axes_of_rows(origin, node)):
+            before, after = (axes_of_rows(origin, version, local.mesh) for version in (earlier[0], node))
+            if breaks_order(origin, before, after, local.mesh):
                 yield node, f"is placed {recorded}: rows in a rank's own order are resharded from {ir.spec(earlier[0])}"
             yield from check_conversion(node, earlier[0], path, local.mesh)
         else:
@@ -80,16 +81,20 @@ def differentiable_nodes(program: ir.Program) -> set[fx.Node]:
     return nodes
 
 
-def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
-    """Return True if rows that each rank sorted by itself are gathered, or their groups resharded."""
-    return before != after if origin.target is groups else origin.target in IN_ANY_ORDER and not before <= after
+def breaks_order(origin: fx.Node, before: Set[str], after: Set[str], mesh: Mesh) -> bool:
+    """Return True if rows that each rank sorted by itself are gathered or cut, or their groups resharded.
+
+    They may be cut over an axis whose ranks always have the same rows.
+    """
+    may_cut = set(mesh.axes).difference(DATA_AXES, mesh.experts) if origin.target is not groups else set()
+    return origin.target in IN_ANY_ORDER and not before <= after <= before | may_cut
 
 
-def axes_of_rows(origin: fx.Node, node: fx.Node) -> set[str]:
-    """Return the axes that shard rows: those of all dims for `groups`, otherwise those of the first dim."""
+def axes_of_rows(origin: fx.Node, node: fx.Node, mesh: Mesh) -> set[str]:
+    """Return the mesh axes that shard rows: those of all dims for `groups`, otherwise those of the first dim."""
     spec = ir.spec(node)
     dims = spec.dims[: None if origin.target is groups else 1] if spec else ()
-    return {axis for dim in dims for factor in dim for axis in factor.axes}
+    return {axis for dim in dims for factor in dim for name in factor.axes for axis in mesh.over(name)}
 
 
 def trace_back(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -124,7 +124,7 @@ class _Sweep:
             self.visit_function(node, function, operands)
             return
         rule = rule_of(node)
-        atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
+        atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands, rule), self.mesh)
         choice = self.choices(node, operands, atoms)
         self.reduce_partials(node, operands, atoms, choice)
         decision = self.decide(node, operands, atoms, choice)
@@ -151,9 +151,13 @@ class _Sweep:
         self.plan.decisions[node] = decision
         self.plan.produced[node] = placed.results if len(placed.results) > 1 else placed.results[0]
 
-    def priority(self, operands: Sequence[fx.Node]) -> list[int]:
-        """Return the operand numbers, most sharded axes first."""
-        return sorted(range(len(operands)), key=lambda i: -len(self.plan.current(operands[i]).sharded))
+    def priority(self, operands: Sequence[fx.Node], rule: Rule) -> list[int]:
+        """Return the operand numbers, most sharded axes first; before them the one by which an operator places itself.
+
+        That is the last one (expert ids, or groups of rows): all operators that read it must see the same factors.
+        """
+        first = len(operands) - 1 if rule.place else None
+        return sorted(range(len(operands)), key=lambda i: (i != first, -len(self.plan.current(operands[i]).sharded)))
 
     def choices(self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> dict[str, str | None]:
         """Return the atom that the operator shards on each axis: preferably an operand's atom; None if none."""
@@ -289,7 +293,8 @@ class _Sweep:
     ) -> Decision:
         """Return the placements of operands and results for the chosen atoms."""
         # a reduction above may have changed the operands' placements
-        atoms = refine(atoms.rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
+        order = self.priority(operands, atoms.rule)
+        atoms = refine(atoms.rule, [self.plan.current(n).dims for n in operands], order, self.mesh)
         axes = self.axis_order(operands, atoms, choice)
         labels = {
             name: f.label

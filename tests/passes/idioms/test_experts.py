@@ -22,6 +22,7 @@ from passes.ir.order import ZIGZAG
 from passes.ir.spec import Factor, Spec
 from passes.ops import reshard, routed
 from passes.rules import rule_of
+from passes.sharding.propagate import _Sweep
 
 MESHES = ({}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2},
           {"dp_replicate": 2, "dp_shard": 3}, {"tp": 4})
@@ -256,3 +257,38 @@ def routed_alike(self, x):
     gate, up = grouped(x[perm // TOP], self.up.transpose(1, 2), ends).chunk(2, -1)
     rows = grouped(gate * up, self.down, ends)
     return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1)
+
+
+def reordered(tokens: bool):
+    """Return a mixture whose tokens, or else whose ids, are sorted by their place in a sequence, then by sequence."""
+    model = mixture()
+
+    def reorder(x):
+        return x.view(3, 7, -1).transpose(0, 1).reshape(x.shape)
+
+    def layer(self, x):
+        ids = self.router(x).topk(TOP)[1]
+        x, ids = (reorder(x), ids.reshape(-1)) if tokens else (x, reorder(ids).reshape(-1))
+        perm = ids.sort(stable=True)[1]
+        rows = grouped(x[perm // TOP], self.up.transpose(1, 2), self.counts(ids, 6).cumsum(0, dtype=torch.int32))
+        return self.back(rows[:, :WIDTH], perm).view(-1, TOP, WIDTH).sum(1)
+
+    model.experts = layer.__get__(model)
+    return model
+
+
+@pytest.mark.parametrize("tokens", (True, False))
+@pytest.mark.parametrize("mesh", ({"dp_shard": 2}, {"cp": 2}))
+def test_tokens_and_ids_in_different_orders(mesh, tokens):
+    """Their dims have factors 3 x 7 and 7 x 3, so that shards of the one are none of the other."""
+    step = trained_alike(reordered(tokens), squared_error, sequences(3, 7), mesh, NO_DECAY)
+    assert passes_of(step, "experts")["counts"] == {"sorted by expert": 1}
+
+
+@pytest.mark.parametrize("tokens", (True, False))
+def test_sorted_tokens_that_are_cut_into_shards_are_refused(monkeypatch, tokens):
+    """Tokens that are placed by their own factors are whole, their groups are not."""
+    rightly = _Sweep.priority
+    monkeypatch.setattr(_Sweep, "priority", lambda sweep, operands, rule: rightly(sweep, operands, replace(rule, place=None)))
+    with pytest.raises(ir.CompileError, match="rows in a rank's own order are resharded"):
+        compile_lockstep(reordered(tokens), squared_error, sequences(3, 7)[0], {"dp_shard": 2})
