@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from passes.check.placements import axes_of, origin_of, trace_back
+from passes.check.placements import axes_of, local_operands, origin_of, trace_back
 from passes.ir import ir
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Factor, Spec
 from passes.ops.reshard import RESHARD_OPS
-from passes.rules import Rule, rule_of, tensor_operands
+from passes.rules import Rule, rule_of
 from passes.sharding.atoms import Atoms, refine
 from passes.trace.functions import function_of
 
@@ -70,12 +70,9 @@ def is_cut(node: fx.Node) -> bool:
 
 def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterator[Finding]:
     """Check that the operands' padding is as the rule needs it, and the result's as the rule makes it."""
-    rule, call = rule_of(op), node if op.target is node.target else node.args[0]
-    if rule.emit is not None or not isinstance(call, fx.Node) or call.target is not op.target:
-        return  # built by the rule's `emit`
-    operands = [nearest(operand) for operand in tensor_operands(call)]
-    specs = [spec for operand in operands if (spec := ir.spec(operand)) is not None]
-    if len(specs) < len(operands):
+    rule, operands = rule_of(op), local_operands(node, op)
+    specs = [spec for operand in operands or () if (spec := ir.spec(operand)) is not None]
+    if operands is None or len(specs) < len(operands):
         return
     atoms = refine(rule, [spec.dims for spec in specs], range(len(specs)), mesh)
     axes = axes_of(atoms, mesh)
@@ -91,13 +88,6 @@ def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterat
     fill = result_fill(rule, atoms, index, padded, [rule.pad_safe.get(i, spec.fill) for i, spec in enumerate(specs)])
     if recorded and recorded.padded(mesh) and recorded.fill is not None and fill != recorded.fill:
         yield node, f"is recorded with padding {fill_text(recorded)}, its rule gives {fill}"
-
-
-def nearest(node: fx.Node) -> fx.Node:
-    """Return the node, or the nearest before it with a placement: a kernel's layout copies have none."""
-    while ir.spec(node) is None and len(node.all_input_nodes) == 1:
-        (node,) = node.all_input_nodes
-    return node
 
 
 def is_mask_with(node: fx.Node, number: float) -> bool:

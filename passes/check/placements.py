@@ -136,23 +136,45 @@ def check_application(
     if function_of(op):
         return  # its body is checked as a program of its own
     rule = rule_of(op)
-    read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
+    read: dict[str, list[Spec]] = collections.defaultdict(list)
+    for source in sources:
+        if (spec := ir.spec(source)) is not None:
+            read[ir.stands_for(source)].append(spec)
     for operand in tensor_operands(op) if rule.emit else ():
         for inner_name in cast_operand(operand):
-            read.setdefault(operand.name, read.get(inner_name, []))
+            read[operand.name] = read[operand.name] or read[inner_name]
     operands = [(operand.name, tuple(ir.example(operand).shape)) for operand in tensor_operands(op)]
     for name, _ in operands:
-        if name not in read and rule.emit is None:
+        if not read[name] and rule.emit is None:
             yield node, f"has no operand that stands for %{name}, an operand of %{op.name}"
             return
     # an emitted operator may use only the shape of an operand: then any placement of that operand is accepted,
     # and one without a placement is assumed to be placed as a result of its shape
     specs = [spec for spec in (ir.spec(node),) if spec is not None]
-    choices = [read.get(name) or versions[name] or [s for s in specs if s.shape == shape] for name, shape in operands]
+    choices = [read[name] or versions[name] or [s for s in specs if s.shape == shape] for name, shape in operands]
+    local_nodes = local_operands(node, op)
+    if local_nodes and len(local_nodes) == len(choices):  # each use of a value in several placements has its own
+        pairs = zip(choices, map(ir.spec, local_nodes))
+        choices = [[spec] if len(choice) > 1 and spec is not None else choice for choice, spec in pairs]
     trained = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained_nodes]
     problems = [disagreement(node, rule, choice, index, trained, mesh) for choice in itertools.product(*choices)]
     if all(problems):
         yield node, problems[0] if problems else "has an operand without a placement"
+
+
+def local_operands(node: fx.Node, op: fx.Node) -> list[fx.Node] | None:
+    """Return the placed operands of the local operator that computes a result of `op`; None if its rule builds it."""
+    call = node if op.target is node.target else node.args[0]
+    if rule_of(op).emit is not None or not isinstance(call, fx.Node) or call.target is not op.target:
+        return None
+    return [nearest(operand) for operand in tensor_operands(call)]
+
+
+def nearest(node: fx.Node) -> fx.Node:
+    """Return the node, or the nearest before it with a placement: a kernel's layout copies have none."""
+    while ir.spec(node) is None and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def disagreement(

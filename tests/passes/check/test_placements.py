@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from oracle import NO_DECAY, squared_error, trained_alike
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
@@ -80,7 +81,11 @@ def claims(spec: Spec, mesh: Mesh):
 
 
 def test_every_other_claim_about_any_node_is_refused():
-    before, after = local(**MESH)
+    assert refused_claims(*local(**MESH)) > 60
+
+
+def refused_claims(before: ir.Program, after: ir.Program) -> int:
+    """Assert that each other claim about each node is refused; return how many there are."""
     tried = 0
     for node in after.calls():
         right = ir.spec(node)
@@ -91,7 +96,7 @@ def test_every_other_claim_about_any_node_is_refused():
             assert list(check_placements(before, after)), f"%{node.name} {right} called {wrong}"
             tried += 1
         ir.set_spec(node, right)
-    assert tried > 60
+    return tried
 
 
 def remove(target) -> Callable[[ir.Program], bool]:
@@ -133,6 +138,63 @@ def test_a_maximum_is_not_completed_by_adding():
     node = next(n for n in after.calls() if n.target is reshard.pmax)
     node.target, node.args = reshard.psum, (*node.args, torch.float32, None)
     assert any("completes a sum over" in message for _, message in check_placements(before, after))
+
+
+# ---- operators that read one value twice --------------------------------------------------------------------
+
+TWICE = {
+    "matmul": lambda x, w: x @ x,
+    "outer": lambda x, w: x * torch.outer(mean := x.mean((1, 2)), mean).sum(1)[:, None, None],
+    "distances": lambda x, w: torch.cdist(x, x),
+    "weight": lambda x, w: x @ (w @ w),
+}
+
+
+class Twice(nn.Module):
+    """An operator that reads one value twice, as two operands whose dims differ in their factors."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        self.up, self.down, self.form = nn.Linear(6, 6), nn.Linear(6, 2), form
+        self.weight = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x):
+        return self.down(TWICE[self.form](torch.tanh(self.up(x)), self.weight))
+
+
+def twice(form: str, mesh: dict[str, int]) -> tuple[ir.Program, ir.Program]:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 6, 6), "y": torch.randn(4, 6, 2)}
+    program, ctx = capture(Twice(form), squared_error, batch, torch.device("cpu"))
+    for step in (Normalize(), Place({"weight": {"tp": 0}} if "tp" in mesh else {})):
+        program, _ = step(replace(program, mesh=Mesh.of(mesh)), ctx)
+    return program, Shard()(program, ctx)[0]
+
+
+CASES = [("matmul", {"cp": 2}), ("outer", {"dp_shard": 2}), ("distances", {"cp": 2, "dp_shard": 2}),
+         ("weight", {"dp_shard": 2}), ("weight", {"tp": 2})]
+
+
+@pytest.mark.parametrize(("form", "mesh"), CASES, ids=str)
+def test_an_operator_may_read_a_value_in_two_placements(form, mesh):
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(3, 6, 6).double(), "y": torch.randn(3, 6, 2).double()} for _ in range(3)]
+    trained_alike(Twice(form).double(), squared_error, data, mesh, NO_DECAY)
+
+
+@pytest.mark.parametrize(("form", "mesh"), CASES, ids=str)
+@pytest.mark.sample(2)
+def test_each_operand_has_its_own_placement(form, mesh):
+    before, after = twice(form, mesh)
+    assert not list(check_placements(before, after))
+    (node,) = (n for n in after.calls() if len({ir.stands_for(i) for i in n.all_input_nodes} - {""}) == 1 < len(n.all_input_nodes)
+               and ir.stands_for(n) and n.target not in reshard.RESHARD_OPS)
+    first, second, *others = node.args
+    for operands in ((second, first), (first, first), (second, second)):
+        node.args = (*operands, *others)
+        assert list(check_placements(before, after)), operands
+    node.args = (first, second, *others)
+    assert refused_claims(before, after)
 
 
 # ---- means: a sum and a count that are each reduced once ----------------------------------------------------
