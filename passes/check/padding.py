@@ -75,7 +75,7 @@ def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterat
     if operands is None or len(specs) < len(operands):
         return
     atoms = refine(rule, [spec.dims for spec in specs], range(len(specs)), mesh)
-    axes = axes_of(atoms, mesh)
+    axes = axes_of(atoms, specs, mesh)
     if isinstance(axes, str):
         return  # reported by `placements`
     factors = {name: Factor(size, axes.get(name, ()), order=atoms.order) for name, size in atoms.sizes.items()}

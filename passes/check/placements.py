@@ -200,7 +200,7 @@ def disagreement(
 def results_of(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
     """Return the placements that a rule gives its results, or the reason why it does not run on these operands."""
     atoms = refine(rule, [spec.dims for spec in specs], range(len(specs)), mesh)
-    axes = axes_of(atoms, mesh)
+    axes = axes_of(atoms, specs, mesh)
     if isinstance(axes, str):
         return axes
     kinds: list[dict[str, str]] = [{} for _ in atoms.results]
@@ -213,14 +213,15 @@ def results_of(rule: Rule, specs: Sequence[Spec], mesh: Mesh) -> list[Spec] | st
     return [build_spec(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
 
 
-def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
+def axes_of(atoms: Atoms, specs: Sequence[Spec], mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
     """Return the axes that shard each atom, or the reason why operands disagree."""
     axes: dict[str, tuple[str, ...]] = {}
-    for i, (dims, dim_factors) in enumerate(zip(atoms.operands, atoms.factors)):
-        for names, factors in zip(dims, dim_factors):
-            if factors is None:
+    for i, (dims, dim_factors, spec) in enumerate(zip(atoms.operands, atoms.factors, specs)):
+        for names, factors, dim in zip(dims, dim_factors, spec.dims):
+            if factors is None and any(factor.axes for factor in dim):
                 return f"shards of operand {i} cut the factors {names}"
-            for name, factor in zip(names, factors):
+            whole = (Factor(atoms.sizes[name]) for name in names)  # whatever the factors of a whole dim
+            for name, factor in zip(names, factors or whole):
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
     final = override_axes(axes, place_by_rule(atoms, mesh), mesh)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle import NO_DECAY, squared_error, trained_alike
-from torch import nn
+from torch import fx, nn
 
 from compiler_trainer.capture.capture import capture
 from passes.check.placements import check_placements
 from passes.ir import ir
 from passes.ir.mesh import Mesh
-from passes.ir.spec import Spec
+from passes.ir.spec import Factor, Spec
 from passes.ops import reshard
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -195,6 +195,55 @@ def test_each_operand_has_its_own_placement(form, mesh):
         assert list(check_placements(before, after)), operands
     node.args = (first, second, *others)
     assert refused_claims(before, after)
+
+
+# ---- whole dims of any factors ------------------------------------------------------------------------------
+
+
+class Regrouped(nn.Module):
+    """Views 5 x 7 rows as 7 x 5: shards of these dims would be cut, but features are sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        rows = torch.tanh(self.up(x)).flatten(0, 1).view(7, 5, 6) * torch.arange(5.0).to(x.dtype)[:, None]
+        return self.down(rows.view(5, 7, 6))
+
+
+REGROUPED_PLAN = {"up.weight": {"tp": 0}, "up.bias": {"tp": 0}, "down.weight": {"tp": 1}}
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 3}, MESH], ids=str)
+@pytest.mark.sample(2)
+def test_a_whole_dim_may_have_any_factors(mesh):
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(5, 7, 6).double(), "y": torch.randn(5, 7, 2).double()} for _ in range(3)]
+    trained_alike(Regrouped().double(), squared_error, data, mesh, NO_DECAY)
+
+
+def regrouped() -> tuple[ir.Program, ir.Program, fx.Node]:
+    """Return the programs before and after `shard`, and the second view of the latter."""
+    batch = {"x": torch.randn(5, 7, 6), "y": torch.randn(5, 7, 2)}
+    program, ctx = capture(Regrouped(), squared_error, batch, torch.device("cpu"))
+    for step in (Normalize(), Place(REGROUPED_PLAN)):
+        program, _ = step(replace(program, mesh=Mesh.of({"tp": 2})), ctx)
+    after = Shard()(program, ctx)[0]
+    return program, after, next(n for n in after.calls() if ir.example(n).shape == (7, 5, 3))
+
+
+def test_claims_about_dims_of_other_factors_are_refused():
+    before, after, _ = regrouped()
+    assert not list(check_placements(before, after))
+    assert refused_claims(before, after)
+
+
+def test_a_shard_that_has_no_common_factors_with_a_view_is_found():
+    before, after, view = regrouped()
+    (rows,) = view.all_input_nodes
+    ir.set_spec(rows, replace(ir.spec(rows), dims=((Factor(5, ("tp",)), Factor(7)), (Factor(6),))))
+    assert any(n is view and "cut the factors" in message for n, message in check_placements(before, after))
 
 
 # ---- means: a sum and a count that are each reduced once ----------------------------------------------------

@@ -278,7 +278,7 @@ def reordered(tokens: bool):
 
 
 @pytest.mark.parametrize("tokens", (True, False))
-@pytest.mark.parametrize("mesh", ({"dp_shard": 2}, {"cp": 2}))
+@pytest.mark.parametrize("mesh", ({"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2}))
 def test_tokens_and_ids_in_different_orders(mesh, tokens):
     """Their dims have factors 3 x 7 and 7 x 3, so that shards of the one are none of the other."""
     step = trained_alike(reordered(tokens), squared_error, sequences(3, 7), mesh, NO_DECAY)
