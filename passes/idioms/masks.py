@@ -227,7 +227,7 @@ class Reader:
         if node.target in EQUAL:
             return self.equality(self.value(args[0]), self.value(args[1]), node)
         if node.target in (aten.tril.default, aten.triu.default) and source.in_place:
-            return [*self.conditions(args[0]), self.triangle(node)]
+            return [*self.conditions(args[0]), self.triangle(node, rows=source.dims[QUERIES] is not None)]
         if node.target in CASTS and ir.example(args[0]).dtype == torch.bool:  # type: ignore[arg-type]
             return self.conditions(args[0])
         if node.target in CASTS and (hidden := hidden_by(args[0])) is not None:
@@ -239,11 +239,12 @@ class Reader:
         self.leaves[source.node] = None
         return Condition("upper", Row(lambda leaf_values: torch.where(source.align(leaf_values), self.keys, 0)))
 
-    def triangle(self, node: fx.Node) -> Condition:
-        """Return the condition of `tril` (j <= i + d) or `triu` (j >= i + d)."""
+    def triangle(self, node: fx.Node, rows: bool) -> Condition:
+        """Return the condition of `tril` (j <= i + d) or `triu` (j >= i + d); i is 0 if there are no `rows` but one."""
         diagonal = node.args[1] if len(node.args) > 1 else 0
         lower = node.target is aten.tril.default
-        return Condition("upper" if lower else "lower", self.query().plus(number(int(diagonal) + lower)))  # type: ignore
+        row = self.query() if rows else number(0)
+        return Condition("upper" if lower else "lower", row.plus(number(int(diagonal) + lower)))  # type: ignore
 
     def query(self) -> Row:
         """Return the query's own position."""

@@ -137,3 +137,46 @@ def test_sums_of_logs_in_float32_are_not_rounded_between(cut, by_author):
     half.load_state_dict(model.state_dict())
     expected = loss(half if by_author else lambda tokens: half(tokens).float(), batch).item()
     assert step(batch, 0.0)["loss"] == pytest.approx(expected, abs=0.1)  # bf16 rounds sums of 256 logs to multiples of 8
+
+
+class Function(nn.Module):
+    """A function of activations [row, 7, 6] between two linear layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.function = nn.Linear(6, 6), nn.Linear(6, 3), function
+
+    def forward(self, x):
+        return self.down(self.function(torch.tanh(self.up(x))))
+
+
+def heads(x):
+    return x.view(len(x), x.shape[1], 2, 3).transpose(1, 2)
+
+
+def of_function(function, rows=5, size=7, **options):
+    """Train a function as plain PyTorch does, check that values are the same, and return the report on attention."""
+    generator = torch.Generator().manual_seed(1)
+    data = [{"x": torch.randn(rows, size, 6, generator=generator, dtype=torch.float64)} for _ in range(3)]
+    model = Function(lambda x: function(x).transpose(1, 2).reshape(rows, size, 6)).double()
+    step = trained_alike(model, lambda model, b: (model(b["x"]) - 0.3).square().mean(), data, {}, NO_DECAY, **options)
+    (report,) = [entry["report"] for entry in step.report["passes"] if entry["name"] == "intervals"]
+    return report
+
+
+def ones(*shape, dtype=torch.bool):
+    return torch.ones(shape, dtype=dtype)
+
+
+MASKS = {  # mask, whether it is read
+    "a triangle of one row": (lambda: ones(1, 7).tril(3), True),
+    "a triangle of one row without its first keys": (lambda: ones(1, 7).triu(2), True),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_look_like_others(name):
+    mask, read = MASKS[name]
+    report = of_function(lambda x: F.scaled_dot_product_attention(q := heads(x), q, q, mask()))
+    assert report["counts"] == {"attention_by_interval": int(read)}, report["notes"]
