@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
+from passes.idioms.masks import constant_true
 from passes.ir import ir
 from passes.trace.editor import Editor, laid_out_as
 
@@ -55,16 +56,14 @@ def grid(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
 def is_causal(mask: fx.GraphModule) -> bool:
     """Return True if a mask function is exactly `i >= j`."""
     _, _, i, j, *_ = mask.graph.find_nodes(op="placeholder")
-    result = mask.graph.output_node().args[0]
-    result = result[0] if isinstance(result, (tuple, list)) else result
+    result = unwrap(mask.graph.output_node().args[0])
     return isinstance(result, fx.Node) and result.target is aten.ge.Tensor and result.args == (i, j)
 
 
 def sees_all(mask: fx.GraphModule) -> bool:
-    """Return True if a mask function is constant."""
-    return all(
-        op.target in (aten.new_ones.default, aten.full.default) for op in mask.graph.nodes if op.op == "call_function"
-    )
+    """Return True if a mask function is True everywhere."""
+    result = unwrap(mask.graph.output_node().args[0])
+    return isinstance(result, fx.Node) and constant_true(result)
 
 
 def changes_nothing(score: fx.GraphModule) -> bool:
@@ -73,7 +72,7 @@ def changes_nothing(score: fx.GraphModule) -> bool:
     return result is score_input or result == (score_input,) or result == [score_input]
 
 
-def unwrap(result: Any) -> Tensor:
+def unwrap(result: Any) -> Any:
     """Return the result of a function that may return a tuple of one."""
     return result[0] if isinstance(result, (tuple, list)) else result
 

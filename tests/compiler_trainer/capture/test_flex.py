@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 F64 = torch.float64
 HEADS, KEYS, WIDTH, WINDOW, ROWS, SIZE = 4, 2, 4, 3, 4, 11
+FLAG = torch.tensor(False)
 
 
 def document(b, h, i, j, ids, slopes):
@@ -34,6 +35,18 @@ def nothing_for_one(b, h, i, j, ids, slopes):
     return (i >= j) & (i != 2)
 
 
+def no_key(b, h, i, j, ids, slopes):
+    return torch.full((), False)
+
+
+def a_captured_flag(b, h, i, j, ids, slopes):
+    return FLAG
+
+
+def every_key(b, h, i, j, ids, slopes):
+    return torch.full((), True)
+
+
 def alibi(score, b, h, i, j, slopes):
     return score + slopes[h] * (j - i)
 
@@ -44,6 +57,7 @@ def cap(score, b, h, i, j, slopes):
 
 FORMS = {"document": (document, None), "window": (window, None), "causal": (causal, None), "by head": (by_head, None),
          "unseen": (nothing_for_one, None), "alibi": (causal, alibi), "cap": (document, cap), "all": (None, None)}
+CONSTANT = {"no key": (no_key, None), "a captured flag": (a_captured_flag, None), "every key": (every_key, None)}
 
 
 class Model(nn.Module):
@@ -57,7 +71,7 @@ class Model(nn.Module):
         self.kv = nn.Linear(8, 2 * KEYS * WIDTH, dtype=F64)
         self.out = nn.Linear(HEADS * WIDTH, 13, dtype=F64)
         self.register_buffer("slopes", torch.linspace(0.1, 0.4, HEADS, dtype=F64))
-        (self.mask, self.score), self.flex = FORMS[form], flex
+        (self.mask, self.score), self.flex = (FORMS | CONSTANT)[form], flex
 
     def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -87,7 +101,8 @@ class Model(nn.Module):
             for h in range(HEADS):
                 i, j = torch.arange(size)[:, None], torch.arange(size)[None, :]
                 s = scores[b, h] if self.score is None else self.score(scores[b, h], b, h, i, j, self.slopes)
-                sees = torch.ones(size, size, dtype=torch.bool) if self.mask is None else self.mask(b, h, i, j, ids, self.slopes)
+                everywhere = torch.ones(size, size, dtype=torch.bool)
+                sees = everywhere if self.mask is None else everywhere & self.mask(b, h, i, j, ids, self.slopes)
                 weights = torch.where(sees, s.masked_fill(~sees, -1e9).exp(), 0.0)
                 total = weights.sum(-1, keepdim=True)
                 result.append(weights / torch.where(total > 0, total, 1.0) @ v[b, h])
@@ -133,6 +148,11 @@ def mostly_full(cases: list, every_run: tuple[int, ...]) -> list:
 @pytest.mark.parametrize("form", mostly_full(list(FORMS), (0, 4, 5)))
 @pytest.mark.sample(2)
 def test_a_model_with_flex_attention_trains_on_the_cpu(form):
+    check(form, {})
+
+
+@pytest.mark.parametrize("form", CONSTANT)
+def test_a_constant_mask_counts_with_its_value(form):
     check(form, {})
 
 
