@@ -145,8 +145,15 @@ def is_largest(x: Any, scores: Any) -> bool:
         x = x.args[0]
     if not isinstance(x, fx.Node) or x.target not in (aten.max.dim, aten.amax.default) or x.args[0] is not scores:
         return False
-    dims = x.args[1] if isinstance(x.args[1], (list, tuple)) else [x.args[1]]
-    return [int(dim) % RANK for dim in dims] == [RANK - 1]  # type: ignore[call-overload]
+    return keeps_last_dim(x)
+
+
+def keeps_last_dim(reduction: fx.Node) -> bool:
+    """Return True if only the last dim is reduced, to size 1; without `keepdim` other dims would stand in its place."""
+    _, dims, keepdim = (*reduction.args, *(None, (), False)[len(reduction.args) :])
+    rank = ir.example(reduction.args[0]).dim()  # type: ignore[arg-type]
+    dims = dims if isinstance(dims, (list, tuple)) else (dims,)
+    return bool(keepdim) and [int(dim) % rank for dim in dims] == [rank - 1]  # type: ignore[call-overload]
 
 
 def drops_last_column(node: fx.Node, columns: int) -> bool:
@@ -390,7 +397,7 @@ def is_lowest(x: Any, dtype: torch.dtype) -> bool:
 
 def is_guard(x: Any) -> bool:
     """Return True if a value tells of each query if it sees any key."""
-    return isinstance(x, fx.Node) and x.target is aten.any.dim and int(x.args[1]) in (-1, RANK - 1)  # type: ignore
+    return isinstance(x, fx.Node) and x.target is aten.any.dim and keeps_last_dim(x)
 
 
 def result_after_guards(attention: Attention, guards: list[fx.Node]) -> fx.Node:

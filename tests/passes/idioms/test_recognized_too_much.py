@@ -180,3 +180,46 @@ def test_masks_that_look_like_others(name):
     mask, read = MASKS[name]
     report = of_function(lambda x: F.scaled_dot_product_attention(q := heads(x), q, q, mask()))
     assert report["counts"] == {"attention_by_interval": int(read)}, report["notes"]
+
+
+def softmax_of(scores, last=lambda result: result, split=heads):
+    """Return attention whose scores are a function of `q @ k`."""
+
+    def attention(x):
+        q = split(x)
+        return last(scores(q @ q.mT).softmax(-1) @ q)
+
+    return attention
+
+
+def causal(size=7):
+    return torch.arange(size)[:, None] >= torch.arange(size)
+
+
+def hide(scores):
+    return scores.masked_fill(~causal(scores.shape[-1]), -math.inf)
+
+
+def guarded(keepdim):
+    """Return attention of 6 tokens, of which the first sees none: `any` gives [6, 1], or [6], which is along keys."""
+    mask = causal(6).tril(-1)
+    sees = mask.any(-1, keepdim)
+    return softmax_of(
+        lambda s: torch.where(sees, torch.where(mask, s, -math.inf), 0.0), lambda r: torch.where(sees, r, 0.0),
+        lambda x: x.unsqueeze(1),
+    )  # fmt: skip
+
+
+WRITTEN_OUT = {  # attention, its size, whether it is read
+    "guards of queries": (lambda x: guarded(True)(x), (5, 6), True),
+    "guards along keys": (lambda x: guarded(False)(x).nan_to_num(), (5, 6), False),
+    "largest scores of queries": (softmax_of(lambda s: (s := hide(s)) - s.amax(-1, True)), (5, 7), True),
+    "largest scores along keys": (softmax_of(lambda s: (s := hide(s)) - s.amax(-1)), (2, 2), False),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_scores_that_look_like_others(name):
+    attention, (rows, size), read = WRITTEN_OUT[name]
+    report = of_function(attention, rows, size)
+    assert report["counts"] == {"attention_by_interval": int(read)}, report["notes"]
