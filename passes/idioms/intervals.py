@@ -23,7 +23,16 @@ from passes.context import flex
 from passes.context.kernels import wide_dtype
 from passes.context.sdpa import NAMES, SDPA, arguments
 from passes.idioms.masks import RANK, Interval, LeafValues, NotAnInterval, Reader, Row
-from passes.idioms.match_attention import SOFTMAX, Attention, Scores, as_source, single_heads, written_attention
+from passes.idioms.match_attention import (
+    SOFTMAX,
+    Attention,
+    Scores,
+    as_source,
+    check_kinds,
+    check_ranks,
+    single_heads,
+    written_attention,
+)
 from passes.ir import ir
 from passes.ir.stages import Stage
 from passes.ops.attend import interval_attention
@@ -76,9 +85,9 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
         return None
     if args["dropout_p"]:
         raise NotAnInterval("dropout draws a random number for each pair")
-    if args["is_causal"] or ir.example(q).dim() != RANK:
-        and_causal = " and is_causal is set" * bool(args["is_causal"])
-        raise NotAnInterval(f"queries have {ir.example(q).dim()} dims{and_causal}")
+    if args["is_causal"]:
+        raise NotAnInterval("is_causal is set too")
+    check_ranks(q, k, v)
     scale = 1 / math.sqrt(ir.example(q).shape[-1]) if args["scale"] is None else float(args["scale"])
     k, v = single_heads(k, v)
     masks: list[tuple[fx.Node, bool]] = [(mask, False)]  # type: ignore[list-item]
@@ -88,7 +97,9 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
         if not scores.adds_mask(as_source(mask)):
             raise NotAnInterval(f"a mask of {ir.example(mask).dtype}")
         masks = list(scores.masks)
-    return Attention(node, q, k, v, scale, masks=masks, zeroed=zeroed)
+    attention = Attention(node, q, k, v, scale, masks=masks, zeroed=zeroed)
+    check_kinds(attention)
+    return attention
 
 
 @dataclass

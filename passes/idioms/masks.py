@@ -216,11 +216,11 @@ class Reader:
         if not source.in_place:
             raise NotAnInterval(f"%{node.name} picks keys one by one")
         args = node.args
-        if node.target in BOTH:
+        if combines(node, BOTH):
             return [*self.conditions(args[0]), *self.conditions(args[1])]
-        if node.target in EITHER:
+        if combines(node, EITHER):
             return self.union(self.interval(args[0]), self.interval(args[1]), node)
-        if node.target in NOT:
+        if combines(node, NOT):
             return self.negate(args[0], node)
         if node.target in ORDER:
             return [self.inequality(ORDER[node.target], self.value(args[0]), self.value(args[1]), node)]
@@ -230,14 +230,14 @@ class Reader:
             return [*self.conditions(args[0]), self.triangle(node, rows=source.dims[QUERIES] is not None)]
         if node.target in CASTS and ir.example(args[0]).dtype == torch.bool:  # type: ignore[arg-type]
             return self.conditions(args[0])
-        if node.target in CASTS and (hidden := hidden_by(args[0])) is not None:
+        if node.target in CASTS and ir.example(node).dtype == torch.bool and (hidden := hidden_by(args[0])) is not None:
             return self.negate(hidden, node)
         raise NotAnInterval(f"%{node.name} ({node.target}) of keys does not give an interval")
 
     def all_or_none(self, source: Source) -> Condition:
         """Return the condition of a mask that does not vary along keys: a query sees all keys or none."""
         self.leaves[source.node] = None
-        return Condition("upper", Row(lambda leaf_values: torch.where(source.align(leaf_values), self.keys, 0)))
+        return Condition("upper", Row(lambda leaf_values: torch.where(source.align(leaf_values).bool(), self.keys, 0)))
 
     def triangle(self, node: fx.Node, rows: bool) -> Condition:
         """Return the condition of `tril` (j <= i + d) or `triu` (j >= i + d); i is 0 if there are no `rows` but one."""
@@ -305,9 +305,9 @@ class Reader:
         A single bound turns to its other side, an `or` to both operands negated.
         """
         below = self.below(x) if isinstance(x, fx.Node) else None
-        if below is not None and below.in_place and below.node.target in NOT:
+        if below is not None and below.in_place and combines(below.node, NOT):
             return self.conditions(below.node.args[0])
-        if below is not None and below.in_place and below.node.target in EITHER:
+        if below is not None and below.in_place and combines(below.node, EITHER):
             return [condition for operand in below.node.args[:2] for condition in self.negate(operand, node)]
         conditions = self.conditions(x)
         if len(conditions) != 1 or conditions[0].kind == "run" or conditions[0].base is not None:
@@ -402,6 +402,11 @@ def pick_row(pick: Callable[[Tensor, Tensor], Tensor], a: Row, b: Row) -> Row:
         return pick(*(torch.as_tensor(x.value(leaf_values), device=leaf_values.device) for x in (a, b)))
 
     return Row(value)
+
+
+def combines(node: fx.Node, operators: tuple[Any, ...]) -> bool:
+    """Return True if a node is one of these operators on truth values, not a bitwise one on numbers."""
+    return node.target in operators and ir.example(node).dtype == torch.bool
 
 
 def hidden_by(node: Any) -> fx.Node | None:

@@ -76,6 +76,7 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
         return None
     scored, scale = find_scale(matmul)
     q, k, v = matmul.args[0], matmul.args[1], result.args[1]
+    check_ranks(q, k, v)  # type: ignore[arg-type]
     straight = undo_transpose(k)  # type: ignore[arg-type]
     k, v = (k, v) if straight is None else single_heads(straight, v)  # type: ignore[arg-type]
     attention = Attention(result, q, k, v, scale, turned=straight is None)  # type: ignore[arg-type]
@@ -91,6 +92,13 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
     return attention
 
 
+def check_ranks(q: fx.Node, k: fx.Node, v: fx.Node) -> None:
+    """Raise NotAnInterval unless all have the dims batch, head, token and width."""
+    if any(ir.example(x).dim() != RANK for x in (q, k, v)):
+        shapes = [tuple(ir.example(x).shape) for x in (q, k, v)]
+        raise NotAnInterval("queries are {}, keys {}, values {}, not all with four dims".format(*shapes))
+
+
 def check_kinds(attention: Attention) -> None:
     """Raise NotAnInterval if the operator does not support the dtypes or shapes."""
     query, key, value = (tuple(ir.example(x).shape) for x in (attention.q, attention.k, attention.v))
@@ -100,6 +108,9 @@ def check_kinds(attention: Attention) -> None:
     compatible = query[0] == key[0] == value[0] and key[1:3] == value[1:3] and query[3] == key[3]
     if not compatible or query[1] % key[1]:
         raise NotAnInterval(f"queries are {query}, keys {key}, values {value}")
+    result = tuple(ir.example(attention.result).shape)
+    if result != (*query[:3], value[3]):
+        raise NotAnInterval(f"queries are {query}, the result {result}, because a mask or bias has more rows or heads")
 
 
 # -- matmuls ----------------------------------------------------------------------------------
@@ -391,7 +402,7 @@ def is_zero(x: Any) -> bool:
 
 def is_lowest(x: Any, dtype: torch.dtype) -> bool:
     """Return True if a value is -inf everywhere, or the lowest number of a dtype."""
-    number = number_of(x)
+    number = number_of(x) if dtype.is_floating_point else None  # a large integer would not hide a key
     return number is not None and (number == -math.inf or number <= torch.finfo(dtype).min)
 
 

@@ -172,7 +172,17 @@ def ones(*shape, dtype=torch.bool):
 MASKS = {  # mask, whether it is read
     "a triangle of one row": (lambda: ones(1, 7).tril(3), True),
     "a triangle of one row without its first keys": (lambda: ones(1, 7).triu(2), True),
-}
+    "a row of numbers": (lambda: torch.logical_and(causal(), (torch.arange(7) % 3)[:, None]), True),
+    "bits of numbers, inverted": (
+        lambda: torch.logical_and(ones(7, 7), ~ones(7, 7, dtype=torch.int64).tril()), False,
+    ),
+    "bits of numbers": (
+        lambda: torch.logical_and(ones(7, 7), ones(7, 7, dtype=torch.int64).tril() & (torch.arange(7)[:, None] + 1)), False,
+    ),
+    "numbers that become 0": (
+        lambda: torch.logical_and(ones(7, 7), torch.where(~causal(), torch.zeros(()), -0.5).to(torch.int64)), False,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -210,12 +220,41 @@ def guarded(keepdim):
     )  # fmt: skip
 
 
+def few_dims(keys, values, attend):
+    """Return attention in which all rows share keys or values of three dims, those of the first row."""
+    return lambda x: attend(q := heads(x), q[0] if keys else q, q[0] if values else q)
+
+
+def alibi(scores):
+    at = torch.arange(scores.shape[-1])
+    return scores - (at[:, None] - at).masked_fill(~causal(scores.shape[-1]), 1000)
+
+
 WRITTEN_OUT = {  # attention, its size, whether it is read
     "guards of queries": (lambda x: guarded(True)(x), (5, 6), True),
     "guards along keys": (lambda x: guarded(False)(x).nan_to_num(), (5, 6), False),
     "largest scores of queries": (softmax_of(lambda s: (s := hide(s)) - s.amax(-1, True)), (5, 7), True),
     "largest scores along keys": (softmax_of(lambda s: (s := hide(s)) - s.amax(-1)), (2, 2), False),
-}
+    "a mask of integers": (softmax_of(lambda s: s + torch.where(causal(), 0, -10000)), (5, 7), False),
+    "slopes of integers": (softmax_of(alibi), (5, 7), False),
+    "keys of three dims": (few_dims(True, False, lambda q, k, v: hide(q @ k.mT).softmax(-1) @ v), (5, 7), False),
+    "turned keys of three dims": (
+        lambda x: hide((q := heads(x)) @ x[0].view(7, 2, 3).permute(1, 2, 0)).softmax(-1) @ q, (5, 7), False,
+    ),
+    "values of three dims": (few_dims(False, True, lambda q, k, v: hide(q @ k.mT).softmax(-1) @ v), (5, 7), False),
+    "both, of PyTorch's operator": (
+        few_dims(True, True, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal())), (5, 7), False,
+    ),
+    "keys of one row, of PyTorch's operator": (
+        lambda x: F.scaled_dot_product_attention(q := heads(x), q[:1], q[:1], causal()), (5, 7), False,
+    ),
+    "a bias with more rows": (
+        lambda x: hide((q := heads(x[:1])) @ q.mT + torch.arange(5).view(5, 1, 1, 1) * torch.arange(7)).softmax(-1) @ q, (5, 7), False,
+    ),
+    "a mask with more rows": (
+        lambda x: hide((q := heads(x[:1])) @ q.mT + torch.zeros(5, 1, 1, 1)).softmax(-1) @ q, (5, 7), False,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
