@@ -52,12 +52,19 @@ def number_of(x: Any) -> float | None:
     """Return the number that a value is everywhere, None if it is not one known number."""
     if not isinstance(x, fx.Node):
         return x if isinstance(x, (int, float)) else None
+    exact = ir.example(x).is_floating_point()
     while x.target in (*COPIES, *CASTS, aten.expand.default):
         x = x.args[0]  # type: ignore[assignment]
+        exact = exact and ir.example(x).is_floating_point()
     if x.target in ZEROS:
         return 0.0
     fill = x.args[-1] if x.target in FULL else None
-    return float(fill) if isinstance(fill, (int, float)) else None
+    return float(fill) if isinstance(fill, (int, float)) and (exact or fill == 0) else None
+
+
+def keeps_numbers(node: fx.Node) -> bool:
+    """Return True for a copy or a cast to floating point."""
+    return node.target in COPIES or node.target in CASTS and ir.example(node).is_floating_point()
 
 
 def order_of(node: fx.Node, rank: int) -> list[int]:

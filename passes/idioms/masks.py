@@ -372,7 +372,8 @@ class Reader:
         for run in runs:
             if run.base is not None and counted_by(run.base.node) is not None:
                 counted = self.below(counted_by(run.base.node))  # type: ignore[arg-type]
-                if counted.node is condition.base.node and KEYS in condition.base.dims:
+                dims = tuple(None if at is None else run.base.dims[at] for at in counted.dims)
+                if counted.node is condition.base.node and dims == condition.base.dims:
                     at_query = Source(
                         condition.base.node, tuple(QUERIES if at == KEYS else at for at in condition.base.dims)
                     )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.idioms.look_through import ARANGE, CASTS, COPIES, number_of, see_through, span
+from passes.idioms.look_through import ARANGE, CASTS, COPIES, WIDE, keeps_numbers, number_of, see_through, span
 from passes.idioms.masks import KEYS, RANK, NotAnInterval, Source
 from passes.ir import ir
 from passes.ir.slices import cone_of
@@ -138,7 +138,7 @@ def without_sink(x: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     If the largest score of each query was subtracted, they are those before it, which changes no softmax.
     """
     node = x
-    while node.target in (*COPIES, *CASTS):
+    while keeps_numbers(node):
         node = node.args[0]  # type: ignore[assignment]
     if node.target is aten.sub.Tensor and is_largest(node.args[1], node.args[0]):
         x = node = node.args[0]  # type: ignore[assignment]
@@ -188,7 +188,7 @@ def matmul_below(softmax: fx.Node, has_sink: bool) -> fx.Node | None:
             continue
         if user.target is aten.slice.Tensor:
             raise NotAnInterval("its softmax has columns that are not keys")
-        if user.target not in (*COPIES, *CASTS, aten.dropout.default):
+        if user.target is not aten.dropout.default and not keeps_numbers(user):
             return None
         node = user
     return None
@@ -200,9 +200,9 @@ def find_scale(matmul: fx.Node) -> tuple[fx.Node, float]:
     while len(node.users) == 1:
         (user,) = node.users
         number = user.args[1] if len(user.args) == 2 and user.args[0] is node else None
-        if user.target in INFIX and INFIX[user.target] in "*/" and isinstance(number, (int, float)):
+        if user.target in INFIX and INFIX[user.target] in "*/" and isinstance(number, (int, float)) and number:
             return user, float(number) if INFIX[user.target] == "*" else 1 / number
-        if user.target not in (*COPIES, *CASTS):
+        if not keeps_numbers(user):
             break
         node = user
     return matmul, 1.0
@@ -256,7 +256,7 @@ def look_under(source: Source) -> Source:
     while True:
         node = source.node
         into: list[int | None]
-        if node.target in CASTS and ir.example(node).is_floating_point():
+        if node.target in CASTS and keeps_numbers(node):
             node, into = node.args[0], [d - len(source.dims) for d in range(len(source.dims))]  # type: ignore[assignment]
         elif (step := see_through(node)) is not None:
             node, into = step
@@ -285,7 +285,7 @@ class Scores:
         """
         source = source if source.node is self.scored else look_under(source)
         node = source.node
-        if node is self.scored and source.in_place:
+        if node is self.scored and source.in_place and offset == 0:
             return "s"
         if KEYS not in source.dims:
             return self.term(source)
@@ -301,9 +301,9 @@ class Scores:
             return self.side(source, node.args[1], offset, keeps_masks=True)
         if node.target in FILL and self.masks_by(source, offset, node.args[2]):
             return self.read(self.operand(source, node.args[0]), offset)
-        if node.target in INFIX and not node.kwargs:
+        if node.target in INFIX and not node.kwargs and len(node.args) == 2 and is_unbounded(node):
             return self.binary(source, offset)
-        if node.target in CALLED:
+        if node.target in CALLED and is_unbounded(node):
             return f"{CALLED[node.target]}({bare(self.side(source, node.args[0], offset, keeps_masks=False))})"
         raise NotAnInterval(f"scores are computed with %{node.name} ({node.target})")
 
@@ -390,10 +390,15 @@ def bare(text: str) -> str:
 
 
 def below_views(node: fx.Node) -> fx.Node:
-    """Return the value under copies, casts and expansions of floating-point numbers."""
-    while node.target in (*COPIES, *CASTS, aten.expand.default) and ir.example(node).is_floating_point():
+    """Return the value under copies, casts to floating point and expansions."""
+    while keeps_numbers(node) or node.target is aten.expand.default:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def is_unbounded(node: fx.Node) -> bool:
+    """Return True unless a result may wrap around, as those of small integers do."""
+    return ir.example(node).is_floating_point() or ir.example(node).dtype in WIDE
 
 
 def is_zero(x: Any) -> bool:

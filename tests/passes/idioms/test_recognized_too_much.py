@@ -169,6 +169,13 @@ def ones(*shape, dtype=torch.bool):
     return torch.ones(shape, dtype=dtype)
 
 
+def by_positions(of_keys):
+    """Return a mask of documents by positions that restart, whose first two keys are seen."""
+    p = (torch.arange(7) - torch.arange(7)[:, None]) % 7
+    ids = (torch.diff(p, prepend=p[:, :1] - 2) != 1).cumsum(-1)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & (of_keys(p)[:, None, None, :] <= 1)
+
+
 MASKS = {  # mask, whether it is read
     "a triangle of one row": (lambda: ones(1, 7).tril(3), True),
     "a triangle of one row without its first keys": (lambda: ones(1, 7).triu(2), True),
@@ -182,13 +189,15 @@ MASKS = {  # mask, whether it is read
     "numbers that become 0": (
         lambda: torch.logical_and(ones(7, 7), torch.where(~causal(), torch.zeros(()), -0.5).to(torch.int64)), False,
     ),
+    "positions of another row": (lambda: by_positions(lambda p: p.t()), False),
+    "positions": (lambda: by_positions(lambda p: p), True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_that_look_like_others(name):
     mask, read = MASKS[name]
-    report = of_function(lambda x: F.scaled_dot_product_attention(q := heads(x), q, q, mask()))
+    report = of_function(lambda x: F.scaled_dot_product_attention(q := heads(x), q, q, mask()), rows=7)
     assert report["counts"] == {"attention_by_interval": int(read)}, report["notes"]
 
 
@@ -225,6 +234,10 @@ def few_dims(keys, values, attend):
     return lambda x: attend(q := heads(x), q[0] if keys else q, q[0] if values else q)
 
 
+def small():
+    return torch.arange(7, dtype=torch.uint8)
+
+
 def alibi(scores):
     at = torch.arange(scores.shape[-1])
     return scores - (at[:, None] - at).masked_fill(~causal(scores.shape[-1]), 1000)
@@ -253,6 +266,17 @@ WRITTEN_OUT = {  # attention, its size, whether it is read
     ),
     "a mask with more rows": (
         lambda x: hide((q := heads(x[:1])) @ q.mT + torch.zeros(5, 1, 1, 1)).softmax(-1) @ q, (5, 7), False,
+    ),
+    "integers that wrap around": (softmax_of(lambda s: hide(s * (small() - 3))), (5, 7), False),
+    "negative integers that wrap around": (softmax_of(lambda s: hide(s + -small())), (5, 7), False),
+    "integers of 32 bits": (softmax_of(lambda s: hide(s + small().int() * -1)), (5, 7), True),
+    "rounded weights": (lambda x: hide((q := heads(x)) @ q.mT).softmax(-1).long().double() @ q + q, (5, 7), False),
+    "rounded scores": (lambda x: hide(((q := heads(x)) @ q.mT * 4).long() * 0.5).double().softmax(-1) @ q, (5, 7), False),
+    "rounded scores before their scale": (lambda x: hide((4 * (q := heads(x)) @ q.mT).long() * 0.5).double().softmax(-1) @ q, (5, 7), False),
+    "a rounded quotient": (softmax_of(lambda s: hide(torch.div(s, 0.5, rounding_mode="floor"))), (5, 7), False),
+    "a multiple of what is added": (softmax_of(lambda s: hide(s.add(torch.arange(7), alpha=2))), (5, 7), False),
+    "no truth value is -inf": (
+        softmax_of(lambda s: torch.where(causal(), s, torch.full((), -math.inf).bool())), (5, 7), False,
     ),
 }  # fmt: skip
 
