@@ -25,26 +25,64 @@ from passes.trace.editor import Editor, laid_out_as
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
+ENTRY_BY_ENTRY = {  # besides operators that PyTorch marks as pointwise
+    getattr(aten, name)
+    for name in (
+        *("_to_copy", "to", "type_as", "clone", "alias", "detach", "contiguous", "lift_fresh_copy"),
+        *("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"),
+        *("__and__", "__or__", "floor_divide", "where", "isclose"),
+    )
+}
 
 
 class Broadcast(fx.Interpreter):
-    """An interpreter that runs a mask or score function once, on index tensors over all positions."""
+    """An interpreter that runs a mask or score function once, on index tensors over all positions.
 
-    def __init__(self, module: fx.GraphModule, indices: tuple[Tensor, ...]):
+    The first inputs of the function, `varying` of them, differ by position.
+    """
+
+    def __init__(self, module: fx.GraphModule, indices: tuple[Tensor, ...], varying: int, place: str):
         super().__init__(module)
+        self.extra_traceback = False
+        self.place, self.sizes = place, [index.numel() for index in indices]
         self.index_dims = {id(index): d for d, index in enumerate(indices)}
+        self.varying = set(module.graph.find_nodes(op="placeholder")[:varying])
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; raises UserError if it would combine values of several positions, as a sum would."""
+        if n.op == "call_function" and not self.varying.isdisjoint(n.all_input_nodes):
+            if not self.is_entry_by_entry(n):
+                raise UserError(
+                    "model",
+                    f"{self.place}: a mask or score function of flex_attention calls {n.target} on values that differ "
+                    "by position; use comparisons, arithmetic and look-ups such as ids[b, i] instead",
+                )
+            self.varying.add(n)
+        return super().run_node(n)
+
+    def is_entry_by_entry(self, n: fx.Node) -> bool:
+        """Return True if an operator on values of all positions does what it does on those of one."""
+        if n.target in (aten.index.Tensor, aten.isin.Tensor_Tensor):
+            table, by = n.args[:2] if n.target is aten.index.Tensor else n.args[1::-1]
+            whole = n.target is not aten.index.Tensor or len(by) == self.env[table].dim() and None not in by  # type: ignore
+            return table not in self.varying and whole
+        pointwise = torch.Tag.pointwise in getattr(n.target, "tags", ())
+        return pointwise or getattr(n.target, "overloadpacket", None) in ENTRY_BY_ENTRY
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         """Call an operator; a look-up by the index tensors themselves becomes a view."""
         if target is aten.index.Tensor:
             x, dims = args[0], [self.index_dims.get(id(index), -1) for index in args[1]]
             if len(dims) == x.dim() and -1 not in dims and len(set(dims)) == len(dims):
-                order = sorted(range(len(dims)), key=dims.__getitem__)
-                shape = [1, 1, 1, 1]
-                for k in order:
-                    shape[dims[k]] = x.shape[k]
-                return x.permute(order).reshape(shape)
+                sizes = [self.sizes[d] for d in dims]
+                if all(n >= size for n, size in zip(x.shape, sizes)):
+                    return self.as_view(x if list(x.shape) == sizes else x[tuple(map(slice, sizes))], dims)
         return super().call_function(target, args, kwargs)
+
+    def as_view(self, x: Tensor, dims: list[int]) -> Tensor:
+        """Return a table of which each dim is looked up by the index of `dims`, in the dims of all indices."""
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        return x.permute(order).reshape([self.sizes[d] if d in dims else 1 for d in range(4)])
 
 
 def grid(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
@@ -110,7 +148,7 @@ def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) ->
 
     def mask(*captured: Any) -> Tensor:
         at = grid(index, device)
-        result = unwrap(Broadcast(mask_fn, at).run(*at, *captured))
+        result = unwrap(Broadcast(mask_fn, at, 4, ir.source(node)).run(*at, *captured))
         return result.expand(*result.shape[:2], s, t)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *captured: Any) -> Tensor:
@@ -118,7 +156,7 @@ def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) ->
             grouped = h != k.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         else:
-            out = score_attention(q, k, v, mask, score_fn, scale, captured)
+            out = score_attention(q, k, v, mask, score_fn, scale, captured, ir.source(node))
         return laid_out_as(example, out)
 
     mask_node, edit = None, Editor.before(node, ctx)
@@ -140,6 +178,7 @@ def score_attention(
     score_fn: fx.GraphModule,
     scale: float,
     captured: Sequence[Any],
+    place: str,
 ) -> Tensor:
     """Return the attention of q[b, h, s, e], k[b, g, t, e], v[b, g, t, f] as [b, h, s, f].
 
@@ -149,7 +188,7 @@ def score_attention(
     index = grid((b, h, s, t), q.device)
     k, v = (x.repeat_interleave(h // g, 1) if h != g else x for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    scores = unwrap(Broadcast(score_fn, index).run(scores, *index, *captured))
+    scores = unwrap(Broadcast(score_fn, index, 5, place).run(scores, *index, *captured))
     if mask is None:
         return scores.softmax(-1).to(v.dtype) @ v
     scores = torch.where(mask, scores, -math.inf)

@@ -10,9 +10,12 @@ from oracle import assert_same, compile_lockstep, train_plainly, train_step
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from compiler_trainer.config.errors import UserError
+
 F64 = torch.float64
 HEADS, KEYS, WIDTH, WINDOW, ROWS, SIZE = 4, 2, 4, 3, 4, 11
 FLAG = torch.tensor(False)
+LONG = torch.arange(SIZE + 3) // 2
 
 
 def document(b, h, i, j, ids, slopes):
@@ -47,6 +50,18 @@ def every_key(b, h, i, j, ids, slopes):
     return torch.full((), True)
 
 
+def longer_table(b, h, i, j, ids, slopes):
+    return (LONG[i] >= LONG[j]) & (i >= j)
+
+
+def stacked(b, h, i, j, ids, slopes):
+    return torch.stack([i >= j, i - j < WINDOW]).all()
+
+
+def summed(score, b, h, i, j, slopes):
+    return score + score.sum()
+
+
 def alibi(score, b, h, i, j, slopes):
     return score + slopes[h] * (j - i)
 
@@ -58,6 +73,7 @@ def cap(score, b, h, i, j, slopes):
 FORMS = {"document": (document, None), "window": (window, None), "causal": (causal, None), "by head": (by_head, None),
          "unseen": (nothing_for_one, None), "alibi": (causal, alibi), "cap": (document, cap), "all": (None, None)}
 CONSTANT = {"no key": (no_key, None), "a captured flag": (a_captured_flag, None), "every key": (every_key, None)}
+OTHERS = {**CONSTANT, "longer table": (longer_table, None), "stacked": (stacked, None), "summed": (causal, summed)}
 
 
 class Model(nn.Module):
@@ -71,7 +87,7 @@ class Model(nn.Module):
         self.kv = nn.Linear(8, 2 * KEYS * WIDTH, dtype=F64)
         self.out = nn.Linear(HEADS * WIDTH, 13, dtype=F64)
         self.register_buffer("slopes", torch.linspace(0.1, 0.4, HEADS, dtype=F64))
-        (self.mask, self.score), self.flex = (FORMS | CONSTANT)[form], flex
+        (self.mask, self.score), self.flex = (FORMS | OTHERS)[form], flex
 
     def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -154,6 +170,16 @@ def test_a_model_with_flex_attention_trains_on_the_cpu(form):
 @pytest.mark.parametrize("form", CONSTANT)
 def test_a_constant_mask_counts_with_its_value(form):
     check(form, {})
+
+
+def test_a_table_may_be_longer_than_the_sequence():
+    check("longer table", {})
+
+
+@pytest.mark.parametrize(("form", "operator"), [("stacked", "aten.stack"), ("summed", "aten.sum")])
+def test_a_function_that_is_not_computed_entry_by_entry_is_refused(form, operator):
+    with pytest.raises(UserError, match=f"a mask or score function of flex_attention calls {operator}.default on values"):
+        compile_lockstep(Model(form, flex=True), loss_fn, data()[0], {})
 
 
 @pytest.mark.parametrize(("form", "mesh", "method"), mostly_full([
