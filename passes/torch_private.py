@@ -798,9 +798,56 @@ def functions_as(instead: Callable[[type, tuple], tuple[Any, list[Tensor]]]) -> 
 
 @contextmanager
 def flex_with_gradients() -> Iterator[None]:
-    """Allow capture of FlexAttention on devices where PyTorch's kernel has no backward: it will not run."""
-    with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
+    """Allow capture of FlexAttention on devices where PyTorch's kernel has no backward: it will not run.
+
+    `torch.tensor(1)` in a mask or score function becomes an operator: a constant of such a function cannot be traced
+    again.
+    """
+    module = importlib.import_module("torch._higher_order_ops.flex_attention")
+    trace = module.reenter_make_fx
+
+    def trace_without_constants(function: Callable) -> Callable:
+        def run(*args: Any) -> fx.GraphModule:
+            graph_module = trace(function)(*args)
+            _write_constants(graph_module)
+            return graph_module
+
+        return run
+
+    with (
+        patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+        patch.object(module, "reenter_make_fx", trace_without_constants),
+    ):
         yield
+
+
+def _write_constants(module: fx.GraphModule) -> None:
+    """Replace constants of a traced function, each a number, by `full`; raise ValueError for larger ones."""
+    nodes = [(node, getattr(module, node.target)) for node in module.graph.find_nodes(op="get_attr")]
+    constants = [(node, value) for node, value in nodes if isinstance(value, Tensor)]
+    for node, constant in constants:
+        users = list(node.users)
+        if constant.dim() or any(user.target is not torch.ops.aten.lift_fresh_copy.default for user in users):
+            raise ValueError(
+                "torch.tensor(...) in a mask or score function of flex_attention makes more than one number; call it "
+                "outside of the function"
+            )
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            value = constant.item()
+        for lifted in users:
+            with module.graph.inserting_before(lifted):
+                options = {"dtype": constant.dtype, "device": constant.device, "pin_memory": False}
+                full = module.graph.call_function(torch.ops.aten.full.default, ([], value), options)
+            full.meta = dict(lifted.meta)
+            for detached in [user for user in lifted.users if user.target is torch.ops.aten.detach_.default]:
+                detached.replace_all_uses_with(lifted)
+                module.graph.erase_node(detached)
+            lifted.replace_all_uses_with(full)
+            module.graph.erase_node(lifted)
+        module.graph.erase_node(node)
+    for name in {node.target for node, _ in constants}:
+        delattr(module, name)
+    module.recompile()
 
 
 _FLEX = {  # options that the public function sets itself

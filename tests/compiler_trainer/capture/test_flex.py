@@ -62,6 +62,18 @@ def summed(score, b, h, i, j, slopes):
     return score + score.sum()
 
 
+def made_inside(b, h, i, j, ids, slopes):
+    return (i >= j) & (i - j < torch.tensor(WINDOW)) | torch.tensor(False)
+
+
+def scaled_inside(score, b, h, i, j, slopes):
+    return score * torch.tensor(0.5, dtype=F64)
+
+
+def table_inside(score, b, h, i, j, slopes):
+    return score * torch.tensor([0.5, 1, 2, 3], dtype=F64)[h]
+
+
 def alibi(score, b, h, i, j, slopes):
     return score + slopes[h] * (j - i)
 
@@ -73,7 +85,8 @@ def cap(score, b, h, i, j, slopes):
 FORMS = {"document": (document, None), "window": (window, None), "causal": (causal, None), "by head": (by_head, None),
          "unseen": (nothing_for_one, None), "alibi": (causal, alibi), "cap": (document, cap), "all": (None, None)}
 CONSTANT = {"no key": (no_key, None), "a captured flag": (a_captured_flag, None), "every key": (every_key, None)}
-OTHERS = {**CONSTANT, "longer table": (longer_table, None), "stacked": (stacked, None), "summed": (causal, summed)}
+OTHERS = {**CONSTANT, "longer table": (longer_table, None), "stacked": (stacked, None), "summed": (causal, summed),
+          "number inside": (made_inside, scaled_inside), "table inside": (causal, table_inside)}
 
 
 class Model(nn.Module):
@@ -174,6 +187,15 @@ def test_a_constant_mask_counts_with_its_value(form):
 
 def test_a_table_may_be_longer_than_the_sequence():
     check("longer table", {})
+
+
+def test_a_function_may_make_numbers():
+    check("number inside", {})
+
+
+def test_a_function_that_makes_a_table_is_refused():
+    with pytest.raises(UserError, match=r"torch.tensor\(...\) in a mask or score function of flex_attention makes more than one"):
+        compile_lockstep(Model("table inside", flex=True), loss_fn, data()[0], {})
 
 
 @pytest.mark.parametrize(("form", "operator"), [("stacked", "aten.stack"), ("summed", "aten.sum")])
