@@ -411,10 +411,13 @@ def combines(node: fx.Node, operators: tuple[Any, ...]) -> bool:
 
 
 def hidden_by(node: Any) -> fx.Node | None:
-    """Return m for `where(m, 0, x)` with a number x that is not zero: the value cast to bool is not m."""
+    """Return m for `where(m, 0, x)` with a number x that is not zero in its dtype: the value cast to bool is not m."""
     while isinstance(node, fx.Node) and (node.target in COPIES or node.target is aten.expand.default):
         node = node.args[0]
-    if not isinstance(node, fx.Node) or node.target is not aten.where.ScalarOther or not node.args[2]:
+    if not isinstance(node, fx.Node) or node.target is not aten.where.ScalarOther:
+        return None
+    dtype, other = ir.example(node).dtype, abs(node.args[2])  # type: ignore[arg-type]
+    if other < (torch.finfo(dtype).tiny if dtype.is_floating_point else 1):
         return None
     return node.args[0] if number_of(node.args[1]) == 0 else None  # type: ignore[return-value]
 

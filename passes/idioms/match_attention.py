@@ -319,15 +319,18 @@ class Scores:
         for x, other in ((left, right), (right, left)):
             if sign == "+" and isinstance(x, fx.Node) and self.adds_mask(self.operand(source, x), offset):
                 return self.read(self.operand(source, other), offset)
-        is_positive = [isinstance(x, (int, float)) and x > 0 for x in (left, right)]
-        keeps = sign in "+-" or is_positive[1], sign == "+" or sign == "*" and is_positive[0]
+        factors = [x if isinstance(x, (int, float)) else 0 for x in (left, right)]
+        factors[1] = 1 / factors[1] if sign == "/" and factors[1] else factors[1]
+        still_low = [0.01 <= factor < math.inf for factor in factors]  # the lowest number times it still hides a key
+        keeps = sign in "+-" or still_low[1], sign == "+" or sign == "*" and still_low[0]
         a, b = (self.side(source, x, offset, keeps_masks) for x, keeps_masks in zip((left, right), keeps))
         return f"({a} {sign} {b})"
 
     def side(self, source: Source, x: Any, offset: int, keeps_masks: bool) -> str:
         """Return the expression of an operand; raises NotAnInterval if it is masked and the operator unmasks it.
 
-        `tanh(-inf)` and `-(-inf)` do not hide a key; `-inf + x` and `-inf * 2` do.
+        `tanh(-inf)` and `-(-inf)` do not hide a key; `-inf + x` and `-inf * 2` do. The lowest number does not if it is
+        multiplied by almost zero.
         """
         if not isinstance(x, fx.Node):
             return repr(float(x))

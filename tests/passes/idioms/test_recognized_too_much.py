@@ -21,6 +21,7 @@ SCORES = {
     "minus the lowest": lambda x, hides: -x.masked_fill(hides, torch.finfo(x.dtype).min),
     "times a negative number": lambda x, hides: x.masked_fill(hides, torch.finfo(x.dtype).min) * -0.35,
     "plus a number": lambda x, hides: x.masked_fill(hides, -math.inf) + 0.5,
+    "times almost zero": lambda x, hides: x.masked_fill(hides, torch.finfo(x.dtype).min) * 1e-308,
     "over a number": lambda x, hides: x.masked_fill(hides, -math.inf) / 2.8,
 }
 
@@ -189,6 +190,7 @@ MASKS = {  # mask, whether it is read
     "numbers that become 0": (
         lambda: torch.logical_and(ones(7, 7), torch.where(~causal(), torch.zeros(()), -0.5).to(torch.int64)), False,
     ),
+    "a number that rounds to 0": (lambda: torch.where(~causal(), torch.zeros(()), 1e-50).bool(), False),
     "positions of another row": (lambda: by_positions(lambda p: p.t()), False),
     "positions": (lambda: by_positions(lambda p: p), True),
 }  # fmt: skip
