@@ -235,7 +235,7 @@ def test_check_data_shows_the_class_of_a_text(place, capsys):
     write("reviews.jsonl", reviews())
     assert call("check-data", "reviews.jsonl", "model.path=qwen", "recipe=classify", "data.labels=[negative,positive,mixed]") == 0
     output = capsys.readouterr().out
-    assert "class 0, negative" in output and "data.records=classes data.labels=[negative,positive,mixed]" in output
+    assert "class 0, negative" in output and "data.records=classes 'data.labels=[negative,positive,mixed]'" in output
 
 
 # ---- embeddings ----------------------------------------------------------------------------------------
