@@ -43,7 +43,7 @@ from compiler_trainer.places.hub import is_of_hub
 from compiler_trainer.planning.auto import plan_request
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.planning.search import all_forms, room
-from compiler_trainer.planning.space import LeftOut, sizes_of
+from compiler_trainer.planning.space import sizes_of
 from compiler_trainer.training import status
 from compiler_trainer.training.trainer import train
 
@@ -182,7 +182,7 @@ def has_stages(command: Command) -> bool:
 def test_fits_by_closed_forms(places, command):
     (cfg,) = configs(command)
     wanted = plan_request(on_h100(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
-    forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), LeftOut())
+    forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module))
     matches = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
     least = min((form.bytes for form in matches), default=math.inf)
     assert least <= 1.05 * room(wanted), f"{command}: {least / GIB:.1f} of {room(wanted) / GIB:.1f} GiB"

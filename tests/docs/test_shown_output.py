@@ -17,7 +17,7 @@ from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning.dry import compile_dry
 from compiler_trainer.planning.search import all_forms
-from compiler_trainer.planning.space import LeftOut, sizes_of
+from compiler_trainer.planning.space import sizes_of
 from passes.ir.printer import print_program
 
 README, PLANNER = (ROOT / "README.md").read_text(), (ROOT / "docs/internals/planner.md").read_text()
@@ -48,7 +48,7 @@ def cells(line: str) -> list[str]:
 def count_of_settings(options: list[str]) -> str:
     """Return the number of settings that `plan` searches."""
     request = question(options, options, {}).request
-    return f"{len(all_forms(request, sizes_of(request.cfg, subject(request.cfg).module), LeftOut())):,}"
+    return f"{len(all_forms(request, sizes_of(request.cfg, subject(request.cfg).module))):,}"
 
 
 def test_the_number_of_settings_is_that_of_the_plan():

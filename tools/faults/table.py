@@ -127,8 +127,8 @@ FAULTS = (
     Fault(
         "expand_moves",
         "passes/rules/views.py",
-        'return Rule(**{**rule.__dict__, "moves": False})',
-        "return rule",
+        "        emit=emit_expand,\n",
+        "        emit=emit_expand,\n        moves=True,\n",
         "What repeats a weight counts as rearranging it.",
     ),
     Fault(
@@ -141,15 +141,15 @@ FAULTS = (
     Fault(
         "softmax_of_a_shard",
         "passes/rules/views.py",
-        'whole=frozenset([f"d{i}" for i in scan_dims] + [n for n in sizes if n.startswith("o")]),',
-        'whole=frozenset(n for n in sizes if n.startswith("o")),',
+        '{f"d{i}" for i in range(len(shape)) if i not in scan_dims}',
+        '{f"d{i}" for i in range(len(shape))}',
         "A softmax is taken over a rank's share.",
     ),
     Fault(
         "embedding_complete",
         "passes/rules/indexing.py",
-        '        {"v": "sum"},\n',
-        "        {},\n",
+        "return replace(rule, whole=whole, pad_safe={1: 0.0}, emit=emit_embedding)",
+        "return replace(rule, reduced={}, whole=whole, pad_safe={1: 0.0}, emit=emit_embedding)",
         "What was looked up in a rank's share of the rows is taken for complete.",
     ),
     Fault(
@@ -162,8 +162,8 @@ FAULTS = (
     Fault(
         "loss_max",
         "passes/rules/losses.py",
-        '{"n": "sum"},',
-        '{"n": "max"},',
+        "return replace(rule, pad_safe={0: 0.0}, emit=emit_cross_entropy)",
+        'return replace(rule, reduced={"n": "max"}, pad_safe={0: 0.0}, emit=emit_cross_entropy)',
         "The losses of the ranks are joined by their maximum.",
     ),
     Fault(
