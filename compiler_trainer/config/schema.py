@@ -930,7 +930,7 @@ class EvalConfig:
     """
 
     interval: Interval | None = 50  # steps between evaluations; null: never (data.eval_fraction may be 0)
-    batches: Positive | None = 4  # number of batches, the same each time; null: all validation data once
+    batches: Positive | None = 4  # batches, the same each time, no sample twice; null: all validation data once
     patience: Positive | None = None  # early stopping: end after n evaluations without a lower loss; null: never
     prompts: tuple[Text, ...] = ()  # samples while training: texts to continue, written to samples.jsonl
     sample_tokens: Positive = 64  # most tokens added to a prompt
