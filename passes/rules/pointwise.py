@@ -145,8 +145,3 @@ def _is_single(value: object) -> bool:
 
 
 RULES: dict[str, RuleMaker] = dict.fromkeys((UNARY + " " + BINARY).split(), rule)
-
-
-def rules() -> dict[str, RuleMaker]:
-    """Return operator name -> rule, for all elementwise operators."""
-    return RULES

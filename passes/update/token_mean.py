@@ -26,11 +26,11 @@ from passes.ir.slices import backward_slice, cone_of, reach
 from passes.ir.spec import Spec
 from passes.ir.stages import Stage
 from passes.rules import has_rule, rule_of, tensor_operands
-from passes.rules.pointwise import rules as pointwise_rules
+from passes.rules.pointwise import RULES
 from passes.trace.editor import Editor
 
 aten = torch.ops.aten
-POINTWISE = frozenset(pointwise_rules())
+POINTWISE = frozenset(RULES)
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 CUTS = frozenset(("slice", "pad", "constant_pad_nd"))
 SUMS = frozenset(("sum", "cross_entropy_loss", "ct::linear_cross_entropy"))  # as `normalize` leaves the latter two
