@@ -50,6 +50,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 REFERENCE = ("reference_chosen", "reference_rejected", "reference_unrelated")  # log-probabilities, entries of a batch
 ANSWER_REFERENCE = ("reference_answer", "reference_unrelated")  # the same of single answers
+PASSAGES = {"passages": ("positive",), "triplets": ("positive", "negative")}  # fields and entries of a kind of records
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
 
 
@@ -384,7 +385,8 @@ class EmbedConfig(HeadLossConfig):
     """A contrastive loss of embeddings (InfoNCE): a query should be nearer to its own passage than to those of others.
 
     Sources: equation 4 of arXiv:1807.03748; with `data.records=triplets` equation 5 of arXiv:2104.08821. The other
-    passages are those of the global batch, on all ranks. Similarity is the cosine over `temperature`.
+    passages are those of the global batch, on all ranks, but for passages equal to the query's own. Similarity is the
+    cosine over `temperature`.
     """
 
     name: Literal["embed"]  # the built-in loss

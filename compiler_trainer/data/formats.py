@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from compiler_trainer.config.schema import PASSAGES
 from compiler_trainer.data.pictures import take
 from compiler_trainer.data.records import (
     ASSISTANT,
@@ -116,7 +117,7 @@ def classified(row: Row, fields: Fields, columns: Sequence[str]) -> Document:
     return Document(text, unused=unused_in(row, columns, {fields.column, "label"}), value=value)
 
 
-QUERIES, PASSAGES = ("query", "anchor"), {"passages": ("positive",), "triplets": ("positive", "negative")}
+QUERIES = ("query", "anchor")
 
 
 def passages(row: Row, kind: str, columns: Sequence[str]) -> Document:

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import ANSWER_REFERENCE, REFERENCE, DataConfig
+from compiler_trainer.config.schema import ANSWER_REFERENCE, PASSAGES, REFERENCE, DataConfig
 from compiler_trainer.data.corpus import Corpus, Ids, check_records, draw_validation, hash_arrays, split
 from compiler_trainer.data.layout import PADDING, Layout, with_images
 from compiler_trainer.models import IGNORED_LABEL
@@ -486,8 +487,8 @@ def split_records(
 class PairRows(OfRows):
     """Rows of one pair, triplet or answer each. An entry `pairs`, int64 [rows], is 1, or 0 for rows that fill a batch.
 
-    `records` is their name in the plural. If pairs have margins, these are the entry `margins`, fp32 [rows]; an
-    answer's is `desirable`.
+    `records` is the kind. If pairs have margins, these are the entry `margins`, fp32 [rows]; an answer's is
+    `desirable`. A query's passages have the entries `PASSAGES`, int64 [rows], digests of their tokens.
     `reference`, fp32 [all rows, 2 or 3], are the reference model's log-probabilities of a row's answers. They become
     the entries `REFERENCE`, or `ANSWER_REFERENCE`, fp32 [rows]. With one more column than a record has documents, an
     unrelated answer is the last document of each row.
@@ -499,12 +500,15 @@ class PairRows(OfRows):
         super().__init__(rows)
         self.records, self.documents = RECORDS[records], TOGETHER[records]
         self.names = ANSWER_REFERENCE if self.documents == 1 else REFERENCE
+        self.passages = PASSAGES.get(records, ())
 
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:
         """Return the entries of some rows."""
         entries: dict[str, NDArray[Any]] = {**self.rows.batch(rows), "pairs": np.ones(len(rows), np.int64)}
         if "values" in entries:
             entries["desirable" if self.documents == 1 else "margins"] = entries.pop("values")[:, 0]
+        for document, name in enumerate(self.passages, 1):
+            entries[name] = digests(entries["tokens"], entries["documents"] == document)
         if self.reference is None:
             return entries
         if self.reference.shape[1] > self.documents:
@@ -513,6 +517,12 @@ class PairRows(OfRows):
                 row, other = ({name: entry[i] for name, entry in part.items()} for part in (entries, others))
                 append_unrelated(row, other, self.documents)
         return entries | {name: column for name, column in zip(self.names, self.reference[rows].T)}
+
+
+def digests(tokens: Ids, is_taken: NDArray[np.bool_]) -> Ids:
+    """Return a number for each row, int64 [rows], that is the same for rows whose taken tokens are equal."""
+    hashes = (blake2b(row[taken].tobytes(), digest_size=8) for row, taken in zip(tokens, is_taken))
+    return np.array([int.from_bytes(value.digest(), "little", signed=True) for value in hashes])
 
 
 def append_unrelated(row: dict[str, Ids], other: dict[str, Ids], number: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler_trainer.config.schema import ClassifyConfig, EmbedConfig, RewardConfig
+from compiler_trainer.config.schema import PASSAGES, ClassifyConfig, EmbedConfig, RewardConfig
 from compiler_trainer.models.loss import IGNORED_LABEL, cross_entropy, widened
 from compiler_trainer.models.preference import mean
 
@@ -68,15 +68,17 @@ def embedding_loss(
 
     Document 0 of a sequence is a query, document 1 its passage, and document 2, in triplets, a passage that does not
     answer it. The loss is equation 4 of arXiv:1807.03748 with the passages of all B sequences; with triplets, equation
-    5 of arXiv:2104.08821.
+    5 of arXiv:2104.08821. Batch entries `positive` and, of triplets, `negative`, int64 [B], are equal for
+    equal passages: a passage equal to a query's own is no negative of it.
     """
     hidden, pairs = widened(outputs(model, batch)), batch["pairs"]
-    query, *passages = (embedding(hidden, batch, cfg.pooling, document) for document in range(3))
-    known = [
-        torch.where(has_document(batch, document), query @ passage.T / cfg.temperature, -torch.inf)
-        for document, passage in enumerate(passages, 1)
-    ]
-    similarities, own = torch.cat(known, 1), torch.arange(len(query), device=query.device)
+    names = [name for name in PASSAGES["triplets"] if name in batch]
+    query, *passages = (embedding(hidden, batch, cfg.pooling, document) for document in range(1 + len(names)))
+    known = torch.cat([has_document(batch, document) for document in range(1, 1 + len(names))])
+    is_negative = known & (batch["positive"].unsqueeze(1) != torch.cat([batch[name] for name in names]))
+    own, columns = (torch.arange(len(values), device=query.device) for values in (query, known))
+    counts = is_negative | (own.unsqueeze(1) == columns)
+    similarities = torch.where(counts, query @ torch.cat(passages).T / cfg.temperature, -torch.inf)
     losses = F.cross_entropy(similarities, own, reduction="none")
     return mean(losses, pairs), {"accuracy": mean((similarities.argmax(1) == own).to(losses.dtype), pairs)}
 

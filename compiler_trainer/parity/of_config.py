@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError, one_line
-from compiler_trainer.config.schema import EIGHT_BITS, Config, FolderConfig, GrpoConfig
+from compiler_trainer.config.schema import EIGHT_BITS, PASSAGES, Config, FolderConfig, GrpoConfig
 from compiler_trainer.data.image_rows import image_tokens_of_row
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.grids import TABLE
@@ -184,5 +184,6 @@ def further_entries(cfg: Config, generator: torch.Generator, rows: int) -> Batch
     entries = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.has_groups else {}
     if cfg.data.records == "answers":
         entries["desirable"] = (torch.arange(rows) % 2).float()
+    entries |= {name: torch.arange(rows) % 3 for name in PASSAGES.get(cfg.data.records, ())}
     entries |= {"margins": torch.rand(rows, generator=generator)} if cfg.data.margins else {}
     return entries | {name: -torch.rand(rows, generator=generator) for name in cfg.reference_entries}

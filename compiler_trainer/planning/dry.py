@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compiler_trainer import models
 from compiler_trainer.config.device import cluster_of, for_predicting, resolve_cluster
-from compiler_trainer.config.schema import CheckpointConfig, Config, GrpoConfig, ModelConfig
+from compiler_trainer.config.schema import PASSAGES, CheckpointConfig, Config, GrpoConfig, ModelConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.data.image_rows import image_tokens_of_row
@@ -139,6 +139,8 @@ def request_of(cfg: Config, trained: Subject) -> CompileRequest:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
     if cfg.data.records == "answers":
         batch["desirable"] = torch.empty(rows, device="meta")
+    for name in PASSAGES.get(cfg.data.records, ()):
+        batch[name] = torch.empty(rows, dtype=torch.int64, device="meta")
     if cfg.data.margins:
         batch["margins"] = torch.empty(rows, device="meta")
     batch |= {name: torch.empty(rows, device="meta") for name in cfg.reference_entries}

@@ -10,7 +10,8 @@ import torch
 from document_rows import documents_in_rows
 from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, train_plainly, train_step
 
-from compiler_trainer.config.schema import ClassifyConfig, EmbedConfig, FolderConfig, RewardConfig
+from compiler_trainer.config.schema import PASSAGES, ClassifyConfig, EmbedConfig, FolderConfig, RewardConfig
+from compiler_trainer.data.packing import digests
 from compiler_trainer.models import folder
 from compiler_trainer.models.heads import classification_loss, embedding_loss, reward_loss
 from compiler_trainer.models.skeleton import fill
@@ -130,19 +131,29 @@ def accuracy(model, batch):
 
 
 def passages(count, seed=5, rows=5, length=18):
-    """Return batches of queries with one or two passages of uneven lengths; closing tokens have no labels, nor have padding and the last row."""
+    """Return batches of queries with one or two passages of uneven lengths; closing tokens have no labels, nor have padding and the last row.
+
+    A record is there twice, and another one has a passage of a third.
+    """
     draw = torch.Generator().manual_seed(seed)
     for _ in LRS:
+        sizes = torch.randint(2, length // 3 + 1, (rows - 1, count), generator=draw).tolist()
+        texts = [[torch.randint(3, 300, (size,), generator=draw) for size in row] for row in sizes]
+        texts[1][-1], texts[2] = texts[3][1], texts[0]
         tokens = torch.randint(3, 300, (rows, length), generator=draw)
         labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, -1)
-        for row in range(rows - 1):
+        for row, text in enumerate(texts):
             start = 0
-            for document, size in enumerate(torch.randint(2, length // 3 + 1, (count,), generator=draw).tolist()):
-                end = start + size
-                documents[row, start:end], positions[row, start:end] = document, torch.arange(size)
-                labels[row, start : end - 1] = tokens[row, start + 1 : end]
+            for document, ids in enumerate(text):
+                end = start + len(ids)
+                tokens[row, start:end], documents[row, start:end], positions[row, start:end] = ids, document, torch.arange(len(ids))
+                labels[row, start : end - 1] = ids[1:]
                 start = end
-        yield {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": (torch.arange(rows) < rows - 1).long()}
+        arrays = tokens.numpy(), documents.numpy()
+        names = PASSAGES["passages" if count == 2 else "triplets"]
+        equal = {name: torch.from_numpy(digests(arrays[0], arrays[1] == i)) for i, name in enumerate(names, 1)}
+        pairs = (torch.arange(rows) < rows - 1).long()
+        yield {"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": pairs, **equal}
 
 
 def plain_embeddings(count, pooling, model, batch):
@@ -155,6 +166,9 @@ def plain_embeddings(count, pooling, model, batch):
     texts = list(documents_of(batch, count))
     columns = [torch.stack([embed(documents[i]) for documents in texts]) for i in range(count)]
     exponents = (columns[0] @ torch.cat(columns[1:]).T / 0.1).exp()
+    passages = [documents[i].tolist() for i in range(1, count) for documents in texts]
+    is_same = torch.tensor([[passage == own and i != j for j, passage in enumerate(passages)] for i, own in enumerate(passages[: len(texts)])])
+    exponents = exponents.masked_fill(is_same, 0.0)
     return -(exponents.diagonal() / exponents.sum(1)).log().mean()
 
 
