@@ -93,10 +93,21 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     return F.dropout(x, p, training, inplace) if training and p else x
 
 
+def fill_diagonal(x: Tensor, value: complex, wrap: bool = False) -> Tensor:
+    """Do `Tensor.fill_diagonal_` with a mask: PyTorch's own writes by strides, whose backward writes in place."""
+    if x.dim() < 2 or x.dim() > 2 and len(set(x.shape)) > 1:
+        return x.fill_diagonal_(value, wrap)  # raises PyTorch's error
+    first, *others = torch.meshgrid([torch.arange(size, device=x.device) for size in x.shape], indexing="ij")
+    row = first % (x.shape[1] + 1) if wrap and x.dim() == 2 else first
+    is_diagonal = torch.stack([row == other for other in others]).all(0)
+    return x.masked_fill_(is_diagonal, value)
+
+
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # not an operator
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     F.dropout: dropout,
+    Tensor.fill_diagonal_: fill_diagonal,
     Tensor.istft: istft,  # PyTorch's own reads the window's values
     torch.istft: istft,
 }

@@ -385,7 +385,7 @@ class DatasetRows(Rows):
         return len(self.numbers)
 
     def token_counts(self, rows: Ids) -> Ids:
-        """Return the number of tokens of each row, with padding: rows that other ranks read are not read to count it."""
+        """Return the number of tokens of each row, with padding: rows of other ranks are not read to count."""
         return np.full_like(rows, self.seq_len)
 
     def batch(self, rows: Ids) -> dict[str, NDArray[Any]]:

@@ -76,8 +76,18 @@ def spectrum(m, x):
     return torch.istft(spectra, 4, 2, window=window, length=7)
 
 
+def diagonal(m, x):
+    return (x @ x.T * m.weight.mean()).fill_diagonal_(-torch.inf).softmax(-1) @ x
+
+
+def diagonals_of_a_tall_matrix_and_of_a_cube(m, x):
+    tall = (x * m.weight)[:3].T.clone().fill_diagonal_(0.5, wrap=True)
+    cube = (x[:3, :3, None] * m.weight[:3]).fill_diagonal_(0.25)
+    return x + tall.square().sum(1) + cube.square().sum()
+
+
 RIGHT = [data_is_read, data_is_written, data_is_written_in_place, module_is_moved_to_where_it_is, distribution, vmap, grad,
-         grad_in_vmap, grad_of_grad, grad_and_value_in_jvp, spectrum]  # fmt: skip
+         grad_in_vmap, grad_of_grad, grad_and_value_in_jvp, spectrum, diagonal, diagonals_of_a_tall_matrix_and_of_a_cube]  # fmt: skip
 
 
 @pytest.mark.parametrize("doing", RIGHT, ids=lambda doing: doing.__name__)
