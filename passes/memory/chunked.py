@@ -74,6 +74,7 @@ class Head:
     """The steps `between` projection and loss, the `ignored` label, and the number of `chunks`.
 
     The ranks of `axes`, given with their sizes, share the classes; with `padded`, padding classes have the id -1.
+    `classes` is the number of all, needed where labels are.
     """
 
     between: tuple[str, ...]
@@ -81,6 +82,7 @@ class Head:
     chunks: int
     axes: tuple[tuple[str, int], ...] = ()
     padded: bool = False
+    classes: int = 0
 
     def run(
         self, chunk: Chunk, hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
@@ -107,7 +109,7 @@ class Head:
         count = len(sums_and_operands) // 2
         sums, (ids, weight, *bias) = sums_and_operands[:count], sums_and_operands[count:]
         value, undo = self.values(x, ids, weight, *bias)
-        lse = self.lse_over_ranks(value.logsumexp(1))
+        lse = self.lse_over_ranks(value.logsumexp(1), y)
         counts, hit = self.match_labels(y, ids)
         loss = torch.where(counts, lse, 0.0).sum() / self.shares - torch.where(hit, value, 0.0).sum()
         along, *terms = self.along(self.slope(value, lse, counts, hit), undo, x, weight, *bias)
@@ -156,12 +158,15 @@ class Head:
             undo.append(back)
         return value, undo
 
-    def lse_over_ranks(self, lse: Tensor) -> Tensor:
-        """Return log sum exp[m] over the classes of all ranks, from that over the rank's own."""
+    def lse_over_ranks(self, lse: Tensor, y: Tensor | None = None) -> Tensor:
+        """Return log sum exp[m] over the classes of all ranks, from that over the rank's own.
+
+        It is NaN where the label y[m] is no class, and not the ignored one.
+        """
         for axis, parts in self.axes:
             gathered = reshard.all_gather(lse.unsqueeze(0), 0, axis, parts, parts, lse.dtype, None)
             lse = gathered.logsumexp(0)
-        return lse
+        return lse if y is None else torch.where((y == self.ignored) | (y >= 0) & (y < self.classes), lse, math.nan)
 
 
 def add_up(chunk: Chunk, parts: Iterable[Iterable[Tensor]], sums: list[Tensor], *operands: Tensor) -> list[Tensor]:
@@ -291,7 +296,7 @@ def emit(
     labels = builder.fill_padding(labels, specs[2], float(ignored))  # type: ignore[arg-type]
     (factor,) = specs[1].dims[0]
     numbers, axes, padded = class_ids(builder, factor, ir.example(weight).device)
-    key = kind(tuple(between), ignored, chunks, axes, padded), bool(bias)  # type: ignore[arg-type]
+    key = kind(tuple(between), ignored, chunks, axes, padded, factor.size), bool(bias)  # type: ignore[arg-type]
     if key not in builder.operators:
         builder.operators[key] = local(*key)
     outputs = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))

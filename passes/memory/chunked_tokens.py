@@ -42,7 +42,7 @@ class TokenHead(Head):
     def losses_of_chunk(self, x: Tensor, y: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor) -> list[Tensor]:
         """Return the results of `losses` for x[m, d]."""
         value, _ = self.values(x, ids, weight, *bias)
-        lse = self.lse_over_ranks(value.logsumexp(1))
+        lse = self.lse_over_ranks(value.logsumexp(1), y)
         counts, hit = self.match_labels(y, ids)
         return [torch.where(counts, lse, 0.0) / self.shares - torch.where(hit, value, 0.0).sum(1), lse]
 

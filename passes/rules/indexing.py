@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -38,7 +40,7 @@ def embedding(node: fx.Node) -> Rule:
 def emit_embedding(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """Look up the local rows; ids of other ranks' rows give zeros."""
+    """Look up the local rows; ids of other ranks' rows give zeros, those of no rank NaN."""
     weight, ids = operands
     factors, options = specs[0].dims[0], node.args[2:]
     if not any(factor.axes for factor in factors):
@@ -48,8 +50,8 @@ def emit_embedding(
     if options[:1] and options[0] >= 0:  # padding_idx: this row gets no gradient
         is_trainable = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, options[0])), -1))
         rows = builder.call(aten.where.self, (is_trainable, rows, builder.call(aten.detach.default, (rows,))))
-    is_local = builder.call(aten.unsqueeze.default, (is_local, -1))
-    return builder.call(aten.where.ScalarOther, (is_local, rows, 0.0))
+    ids, is_local = (builder.call(aten.unsqueeze.default, (at, -1)) for at in (ids, is_local))
+    return builder.trace(partial(own_entries, factors=factors), rows, ids, is_local)
 
 
 def local_index(builder: Builder, ids: fx.Node, factors: tuple[Factor, ...]) -> tuple[fx.Node, fx.Node]:
@@ -67,6 +69,16 @@ def local_index(builder: Builder, ids: fx.Node, factors: tuple[Factor, ...]) -> 
         return (local + part * stride, is_local & is_here) if len(factors) > 1 else (part, is_here)
 
     return builder.trace(find, ids, *at.values())
+
+
+def own_entries(x: Tensor, ids: Tensor, is_local: Tensor, factors: tuple[Factor, ...]) -> Tensor:
+    """Return the looked-up entries of a rank, and zeros for other ranks' ids; NaN where PyTorch would raise IndexError.
+
+    Integers have no NaN: they are zero.
+    """
+    x = torch.where(is_local, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    is_id = (ids >= 0) & (ids < math.prod(factor.size for factor in factors))
+    return torch.where(is_id, x, math.nan) if x.dtype.is_floating_point else x
 
 
 def gather(node: fx.Node) -> Rule:
@@ -95,7 +107,7 @@ def gather(node: fx.Node) -> Rule:
 def emit_gather(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """Gather local entries; indices of other ranks' entries give zeros of the same dtype."""
+    """Gather local entries; indices of other ranks' entries give zeros of the same dtype, those of no rank NaN."""
     x, index = operands
     dim = node.args[1] % len(specs[0].dims)  # type: ignore[operator]
     factors = specs[0].dims[dim]
@@ -103,8 +115,7 @@ def emit_gather(
         return builder.call(aten.gather.default, (x, dim, index))
     local, is_local = local_index(builder, index, factors)
     entries = builder.call(aten.gather.default, (x, dim, local))
-    zero = torch.zeros((), dtype=ir.example(x).dtype).item()
-    return builder.call(aten.where.ScalarOther, (is_local, entries, zero))
+    return builder.trace(partial(own_entries, factors=factors), entries, index, is_local)
 
 
 def index_select(node: fx.Node) -> Rule:

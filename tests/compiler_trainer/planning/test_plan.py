@@ -42,7 +42,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import answer, auto, compiled, plan, plan_page
 from compiler_trainer.planning.compiled import mixtures
-from compiler_trainer.planning.dry import cluster_table, compile_dry, dry_run, predict_step, request_of
+from compiler_trainer.planning.dry import FUSED, cluster_table, compile_dry, dry_run, predict_step, request_of
 from compiler_trainer.planning.estimate import Estimate, Rank, kept_bytes
 from compiler_trainer.planning.plan import by_program
 from compiler_trainer.planning.search import all_forms, compile_in_parallel, compile_one, room, search
@@ -273,8 +273,10 @@ def test_an_estimate_is_the_prediction_of_a_dry_run(candidate):
     cfg = replace_nested(candidate.applied(deep), {"passes": {"verify": "none"}})
     whole = predict_step(cfg, compile_dry(cfg, None))
     assert 1e3 * found.step_s == pytest.approx(whole["predicted"]["step_ms"], rel=1e-9)
-    assert found.bytes == whole["predicted"]["peak_mem_bytes"]
-    assert found.sent == whole["prediction"]["sent_bytes"] and found.memory == whole["prediction"]["memory"]["kinds"]
+    memory = whole["prediction"]["memory"]
+    fused = {FUSED: memory["beside"][FUSED]} if memory["beside"][FUSED] else {}
+    assert found.bytes == memory["bytes"] + sum(fused.values()) and found.memory == memory["kinds"] | fused
+    assert found.sent == whole["prediction"]["sent_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -294,10 +296,11 @@ def test_between_two_recomputations_time_and_memory_are_on_a_line(mesh, tmp_path
     candidate = found.estimate.candidate
     assert candidate.first.layers == 4 and candidate.recomputes() == "full in the first 4, else selective"
     run = {"run": {"dir": str(tmp_path), "dump_graphs": False, "dry": True}}
-    whole = dry_run(replace_nested(candidate.applied(deep), run))["predicted"]
-    assert 1e3 * found.estimate.step_s == pytest.approx(whole["step_ms"], rel=0.005)
-    assert found.estimate.bytes == pytest.approx(whole["peak_mem_bytes"], rel=0.01)
-    assert whole["peak_mem_bytes"] <= found.estimate.bytes <= limit
+    whole = dry_run(replace_nested(candidate.applied(deep), run))
+    assert 1e3 * found.estimate.step_s == pytest.approx(whole["predicted"]["step_ms"], rel=0.005)
+    written = whole["predicted"]["peak_mem_bytes"] + whole["prediction"]["memory"]["beside"][FUSED]
+    assert found.estimate.bytes == pytest.approx(written, rel=0.01)
+    assert written <= found.estimate.bytes <= limit
 
 
 def test_a_model_is_captured_with_few_layers_unless_options_or_periods_tell_them_apart():

@@ -257,7 +257,7 @@ def test_gradients_of_the_weight_are_added_in_fp32():
     labels, ids = torch.randint(0, 50, (512,)), torch.arange(50)
 
     def gradient(dtype, chunks):
-        head = Head((), -100, chunks)
+        head = Head((), -100, chunks, classes=50)
         return head.run(head.chunk, hidden.to(dtype), weight.to(dtype), labels, ids)[2]
 
     exact = gradient(torch.float64, 1)
