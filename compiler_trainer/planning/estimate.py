@@ -197,7 +197,7 @@ def peak_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
     communication = 2 * layer * (rank.compute_bytes + reduce_bytes) if is_stored else 0.0
     communication += table * reduce_bytes
     end = {**rank.state, **gradients}
-    backward = end | {"communication": communication, "activations": kept_bytes(rank, candidate, "none")}
+    backward = end | {"communication": communication, "activations": kept_bytes(rank, candidate, "selective")}
     update = end | {"update": 6 * rank.master_bytes * sizes.trained_share * table / rank.stored_over}
     return max((forward, head_backward, backward, update), key=lambda at: sum(at.values()))
 
@@ -244,7 +244,8 @@ def kept_bytes(rank: Rank, candidate: Candidate, policy: str) -> float:
 MASTER = {"float32": 4, "bfloat16": 2}
 MOMENTS = {"adamw": 2, "muon": 1}
 CODES = {"adamw8bit": 2, "adamwfp8": 2}  # bytes of an entry's quantized moments, whatever its dtype
-LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once
+LOGITS_ALIVE, LOGITS_LATER = 2.4, 1.4  # written copies of a chunk of logits that are alive at once
+SPLIT_ALIVE = 5.4  # the same with classes split over tp, where scatters keep the operators of a loss apart
 ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
 
@@ -490,7 +491,7 @@ class Rank:
         """Bytes of logits and of values computed from them, in chunks if they are large."""
         head = self.sizes.trained_share * self.sizes.head_entries / self.axes.tp
         weight = head * (4 + self.compute_bytes) if self.chunk[1] > 1 else 0.0
-        return LOGITS_ALIVE * self.chunk[0] + weight
+        return (SPLIT_ALIVE if self.axes.tp > 1 else LOGITS_ALIVE) * self.chunk[0] + weight
 
     @cached_property
     def logits_later(self) -> float:

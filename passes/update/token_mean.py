@@ -6,14 +6,15 @@ becomes
     loss = mul(div(total, count_0), 4)     count_0 of all four, an input
 
 The mean of such losses over the microbatches is the mean over the full batch, however labels are distributed over them;
-a microbatch without labels adds nothing. A term of the loss or of a metric is such a mean if it is a sum divided by a
-count that depends only on the batch, sample by sample. All other terms are averaged over the microbatches, among them
-functions of means that are no weighted sums, which keep the means of their microbatch.
+a microbatch without labels adds nothing. A term of the loss or of a metric is such a mean if it is a sum over samples
+divided by a count that depends only on the batch, sample by sample. All other terms are averaged over the microbatches,
+among them functions of means that are no weighted sums, which keep the means of their microbatch; remarks name those
+that differ from the term of the full batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from passes.ir.stages import Stage
 from passes.rules import has_rule, rule_of, tensor_operands
 from passes.rules.pointwise import RULES
 from passes.trace.editor import Editor
+from passes.update.samples import Samples, samples_of
 
 aten = torch.ops.aten
 POINTWISE = frozenset(RULES)
@@ -64,21 +66,33 @@ def terms(results: Iterable[fx.Node], constants: bool = True) -> list[fx.Node]:
     return [node for node in weighted(results, constants) if not summands(node, constants)]
 
 
-def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
-    """Return the term as a sum over a count of the batch; None if it is no such mean."""
+def as_mean(term: fx.Node, batch: Set[fx.Node], samples: Samples) -> Mean | None:
+    """Return the term as a sum over a count of the batch; None if it is no such mean.
+
+    Neither may be divided by the number of samples as well, which is another one in the full batch.
+    """
     if term.target is not aten.div.Tensor or len(tensor_operands(term)) < 2:
         return None
     total, divisor = tensor_operands(term)
-    counted = unwrap(divisor)
-    is_of_batch = all(is_sum(part) and cone_of(part, batch) & batch for part in terms([total], constants=False))
-    return Mean(term, counted) if counts_samples(counted, batch) and is_of_batch else None
+    *scaled, counted = unwrap(divisor)
+    sums = terms([total], constants=False)
+    if not counts_samples(counted, batch) or not all(is_sum(part) and samples.add_up(part) for part in sums):
+        return None
+    sizes = set[int]().union(*map(samples.sizes, (counted, *sums)))
+    return None if sizes & numbers_of((*scaled, *weighted([total], constants=False))) else Mean(term, counted)
 
 
-def unwrap(divisor: fx.Node) -> fx.Node:
-    """Return the value under a divisor's casts, bounds and other pointwise operators."""
-    while name_of(divisor) in POINTWISE and len(tensor_operands(divisor)) == 1:
-        (divisor,) = tensor_operands(divisor)
-    return divisor
+def unwrap(divisor: fx.Node) -> list[fx.Node]:
+    """Return a divisor's casts, bounds and other pointwise operators, and the value under them at the end."""
+    chain = [divisor]
+    while name_of(chain[-1]) in POINTWISE and len(tensor_operands(chain[-1])) == 1:
+        chain += tensor_operands(chain[-1])
+    return chain
+
+
+def numbers_of(nodes: Iterable[fx.Node]) -> set[float]:
+    """Return the numbers by which operators multiply or divide."""
+    return {a for n in nodes if name_of(n) in ("mul", "div") for a in n.args if isinstance(a, int | float) and a != 1}
 
 
 def counts_samples(counted: fx.Node, batch: Set[fx.Node]) -> bool:
@@ -171,25 +185,32 @@ def notes_on(left: Mapping[str, Sequence[fx.Node]]) -> tuple[str, ...]:
     )
 
 
-def is_scaled_by_samples(term: fx.Node, rows: int) -> bool:
+def is_scaled_by_samples(term: fx.Node, samples: Samples) -> bool:
     """Return True if a sum is divided by the microbatch's samples, possibly times other sizes of the summed tensor."""
-    sizes = {1, rows}
-    for operand in tensor_operands(term):
-        for size in ir.example(operand).shape:
-            sizes |= {size * other for other in sizes}
-    divisors = [user.args[1] for user in term.users if user.target is aten.div.Tensor and user.args[0] is term]
-    return any(d in sizes and d % rows == 0 for d in divisors if isinstance(d, int | float))
+    divisors = (user for user in term.users if user.target is aten.div.Tensor and user.args[0] is term)
+    return bool(samples.sizes(term) & {user.args[1] for user in divisors if isinstance(user.args[1], int | float)})
 
 
-def remarks_on(left: Sequence[fx.Node], batch: Set[fx.Node], microbatches: int) -> tuple[str, ...]:
-    """Return a remark on terms of the batch that are sums, not means: they depend on `microbatches`."""
-    rows = min((ir.example(n).shape[0] for n in batch if ir.example(n).dim()), default=1)
-    sums = [n for n in left if cone_of(n, batch) & batch and not is_scaled_by_samples(n, rows)]
-    if not sums:
-        return ()
-    terms = ", ".join(dict.fromkeys(ir.source(n) for n in sums))
-    problem = f"no count of labels or samples divides terms of the loss ({terms}): they are averaged over microbatches"
-    return (f"{problem}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
+def remarks_on(left: Sequence[fx.Node], samples: Samples, microbatches: int) -> Iterator[str]:
+    """Yield remarks on terms of the batch that depend on `microbatches`: sums that are no means, and no sums at all."""
+    of_batch = [term for term in left if term in samples.of_batch]
+    sums = [term for term in of_batch if samples.add_up(term) and not is_scaled_by_samples(term, samples)]
+    if sums:
+        problem = f"no count of labels or samples divides terms of the loss ({sources(sums)}): they are averaged over"
+        yield (
+            f"{problem} microbatches, so that a sum divided by a constant is divided by "
+            f"train.microbatches={microbatches} as well"
+        )
+    if others := [term for term in of_batch if not samples.add_up(term)]:
+        yield (
+            f"terms of the loss ({sources(others)}) are no sums over samples: each of train.microbatches="
+            f"{microbatches} computes them from its own samples, and the mean is taken"
+        )
+
+
+def sources(nodes: Iterable[fx.Node]) -> str:
+    """Return the lines of the model that nodes come from."""
+    return ", ".join(dict.fromkeys(map(ir.source, nodes)))
 
 
 @dataclass(frozen=True)
@@ -205,7 +226,8 @@ class TokenMean(ir.Pass):
         batch = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
         ends = list(zip(program.results(), program.outputs))
         terms_of = {kind: terms(n for n, out in ends if out.kind == kind) for kind in KINDS}
-        quotients = (as_mean(term, batch) for term in dict.fromkeys((*terms_of["loss"], *terms_of["metric"])))
+        samples = samples_of(program, ctx)
+        quotients = (as_mean(term, batch, samples) for term in dict.fromkeys((*terms_of["loss"], *terms_of["metric"])))
         means = [mean for mean in quotients if mean is not None]
         added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
         counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
@@ -213,7 +235,7 @@ class TokenMean(ir.Pass):
         outputs = tuple(replace(out, count=common_count(node, divisors)) for node, out in ends)
         new = {mean.quotient: divided(mean, counts[mean.counted], self.microbatches, ctx) for mean in means}
         left = {kind: [term for term in terms if term not in new] for kind, terms in terms_of.items()}
-        remarks = remarks_on(left["loss"], batch, self.microbatches)
+        remarks = tuple(remarks_on(left["loss"], samples, self.microbatches))
         notes = notes_on(left)
         rewire(program, new)
         program.graph.eliminate_dead_code()

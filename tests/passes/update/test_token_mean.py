@@ -161,6 +161,45 @@ def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     assert "test_token_mean.py:" in note and "the loss has terms averaged over microbatches" in note
 
 
+def square_of_a_masked_mean(model, batch):
+    mask = (batch["labels"] != -100).unsqueeze(-1)
+    return (model(batch["tokens"], batch["positions"]) * mask).sum((0, 1)).square().sum() / mask.sum() ** 2
+
+
+def weights_of_the_batch(model, batch):
+    mask = (batch["labels"] != -100).double()
+    squares = model(batch["tokens"], batch["positions"]).square().sum(-1)
+    return (squares * (mask / mask.sum())).sum() / mask.sum()
+
+
+def sum_by_a_share(model, batch):
+    total, mask = summed(model, batch)
+    return total / mask.double().mean() / mask.numel()
+
+
+def mean_by_a_count(model, batch):
+    total, mask = summed(model, batch)
+    return total / mask.numel() / mask.sum()
+
+
+def contrast(model, batch):
+    """Return a loss of similarities between the samples of a batch."""
+    logits = F.normalize(model(batch["tokens"], batch["positions"]), dim=-1)
+    return -(logits.mean(1) @ logits[:, 0].T).log_softmax(1).diagonal().mean()
+
+
+@pytest.mark.parametrize("loss", [square_of_a_masked_mean, weights_of_the_batch, sum_by_a_share, mean_by_a_count, contrast])
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.sample(5)
+def test_what_is_no_sum_over_samples_is_the_mean_over_microbatches_which_is_said_at_the_start(loss, microbatches):
+    batch, model = uneven(first=1)[0], llama()
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, PLAIN, microbatches=microbatches)
+    parts = [loss(model, {key: value.chunk(microbatches)[i] for key, value in batch.items()}).item() for i in range(microbatches)]
+    assert step(batch)["loss"] == pytest.approx(sum(parts) / microbatches, rel=SAME)
+    (remark,) = (line for line in step.report["remarks"] if "are no sums over samples" in line)
+    assert "test_token_mean.py:" in remark and f"each of train.microbatches={microbatches} computes them" in remark
+
+
 def with_metrics(model, batch):
     """Return a mean over labels, the same as a metric, its perplexity, and a mean over odd labels."""
     loss, (odd, few) = llama_loss(model, batch), summed(model, batch, lambda labels: labels % 2 == 1)
