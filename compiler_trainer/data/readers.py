@@ -83,7 +83,8 @@ Content = bytes | mmap.mmap | RemoteFile
 def read_text(span: Span, options: ReadOptions) -> Records:
     """Yield a file as one document, or the part of it between a span's two cuts."""
     content = map_file(options.local_path(span.path))
-    start, end = (next_cut(content, at, options.tokenizer.encode) if at else 0 for at in (span.start, span.end))
+    step, encode = span.end - span.start, options.tokenizer.encode
+    start, end = (next_cut(content, at, step, encode) if at else 0 for at in (span.start, span.end))
     if start < end or not content:
         text = content[start:end]
         yield Record(lambda: span.path, partial(part_of_text, span.path, text, start, end == len(content)))
@@ -212,7 +213,7 @@ def read_packed_text(span: Span, options: ReadOptions) -> Records:
     with unpacked(span, options) as stream:
         while chunk := stream.read(max(TEXT_PART_BYTES, len(content))):
             content += chunk
-            cut = next_cut(content, TEXT_PART_BYTES, options.tokenizer.encode)
+            cut = next_cut(content, TEXT_PART_BYTES, TEXT_PART_BYTES, options.tokenizer.encode)
             if cut + WINDOW_BYTES <= len(content):
                 yield Record(lambda: span.path, partial(part_of_text, span.path, content[:cut], at, False))
                 at, content = at + cut, content[cut:]

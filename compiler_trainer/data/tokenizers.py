@@ -342,14 +342,15 @@ WINDOW_BYTES = 256
 PART_BYTES = 2**17  # tokenizers need up to 500 bytes of memory for each of them
 
 
-def next_cut(content: bytes | mmap, at: int, encode: Encode) -> int:
+def next_cut(content: bytes | mmap, at: int, step: int, encode: Encode) -> int:
     """Return the first position from byte `at` on where the two parts give the tokens of the full text.
 
-    Returns the end of the text if there is none nearby.
+    If there is none nearby, it is the first one from `at + step` on, and so on; the end of the text comes last.
     """
-    for match in islice(BEFORE_SPACE.finditer(content, at), BORDER_TRIES):
-        if is_seamless(content, match.end(), encode):
-            return match.end()
+    for place in range(at, len(content), step):
+        for match in islice(BEFORE_SPACE.finditer(content, place, place + step), BORDER_TRIES):
+            if is_seamless(content, match.end(), encode):
+                return match.end()
     return len(content)
 
 
@@ -368,6 +369,6 @@ def parts(text: str, encode: Encode) -> Iterator[str]:
         return
     content, start = text.encode(), 0
     while start < len(content):
-        end = next_cut(content, start + PART_BYTES, encode)
+        end = next_cut(content, start + PART_BYTES, PART_BYTES, encode)
         yield content[start:end].decode()
         start = end

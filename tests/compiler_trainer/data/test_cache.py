@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -23,11 +25,12 @@ from sweeps import quick
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import sources, workers
+from compiler_trainer.config.schema import DataConfig, SourceConfig
+from compiler_trainer.data import readers, sources, workers
 from compiler_trainer.data.corpus import map_volume
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.readers import Span
+from compiler_trainer.data.records import Fields
 from compiler_trainer.data.stored import summary
 from compiler_trainer.data.tokenizers import build_tokenizer, next_cut, parts
 from compiler_trainer.data.worker import Recipe
@@ -100,10 +103,26 @@ def test_parts_of_a_text_give_the_tokens_of_the_whole(kind, tmp_path, monkeypatc
 
 def test_a_text_without_white_space_is_not_cut():
     content = b"x" * 5000
-    assert next_cut(content, 100, build_tokenizer("bytes").encode) == len(content)
+    assert next_cut(content, 100, 1000, build_tokenizer("bytes").encode) == len(content)
 
 
 # The same corpus however it is made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_read_once_if_nothing_near_a_border_of_its_pieces_is_a_cut(stream, tmp_path, small_pieces):
+    def encode(texts):
+        return [np.array([*map(hash, re.findall(r"\w+|[^\w\s]+\s*|\s+", text))]) for text in texts]
+
+    text = "some plain words of text " * 39 + "a;\n" * 400 + "some plain words of text " * 90
+    (tmp_path / "a.txt").write_text(text)
+    source = SourceConfig("text", files=(str(tmp_path / "a.txt"),))
+    cache = Cache(tmp_path, 2**30)
+    spans = (sources.stream_of if stream else sources.source_of)(source, 0, cache).spans
+    options = readers.ReadOptions(Fields("text"), None, SimpleNamespace(encode=encode), cache)
+    documents = [record.read() for span in spans for record in readers.READERS[span.reader](span, options)]
+    assert "".join(document.content for document in documents) == text and len(documents) > 3
+    assert sum(document.begins for document in documents) == sum(document.ends for document in documents) == 1
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -416,8 +435,8 @@ def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
 def start(tmp_path, tokenizer):
     """Start a process that tokenizes a long text."""
     code = f"""
-from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import sources
+from compiler_trainer.config.schema import DataConfig, SourceConfig
+from compiler_trainer.data import readers, sources
 sources.PIECE_BYTES = {sources.PIECE_BYTES}
 from compiler_trainer.data.datasets import build_datasets
 build_datasets(DataConfig(name="text", files=({str(tmp_path / "a.txt")!r},), tokenizer={tokenizer!r}), 8, 1)
