@@ -233,7 +233,7 @@ def read_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
         if ending
         else single_special(path, backend)
     )
-    return backend, Settings(end, opening, drop_closing(ending, end), stops=(end,))
+    return backend, Settings(end, opening, ending, stops=(end,))
 
 
 def single_special(path: str, backend: Backend) -> int:
@@ -270,11 +270,6 @@ def surrounding_ids(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]
     return (), ()
 
 
-def drop_closing(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
-    """Return the ids after a text, without the id that closes a document anyway."""
-    return ending[:-1] if ending and ending[-1] == end else ending
-
-
 # ---- the tokenizer of a folder --------------------------------------------------------------------------------------
 
 
@@ -297,7 +292,7 @@ def read_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
     special = dict(loaded.special_tokens_map)
     stops = tuple(i for i in (*stops, end, loaded.eos_token_id) if i is not None)
     splits = bool(loaded.split_special_tokens)
-    return backend, Settings(end, opening, drop_closing(ending, end), special, templates_by_name, stops, splits)
+    return backend, Settings(end, opening, ending, special, templates_by_name, stops, splits)
 
 
 def load_by_transformers(path: str) -> Any:

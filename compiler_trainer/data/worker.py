@@ -60,11 +60,21 @@ class Recipe(NamedTuple):
         """Everything that tokens depend on, apart from the tokenizer's vocabulary and rules."""
         settings = self.tokenizer.settings
         templates = [settings.special_tokens, settings.templates, formats.VERSION] if self.chat else None
-        surroundings = [settings.opening, settings.ending, settings.end_of_document]
+        surroundings = [settings.opening, self.ending, settings.end_of_document]
         kinds: list[Any] = ["pairs"] * self.pairs + ["last_only"] * self.last_only + ["margins"] * self.margins
         kinds += [] if self.records == "documents" else [self.records, *self.labels]
         kinds += [self.images.decides] if self.images else []
         return self.column, self.separator, templates, surroundings, self.skip_bad, *kinds
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """The ids after a text, without the one that closes its document anyway; of texts that are pooled, all of them.
+
+        What transformers pools may be the token that closes a document, which itself is not pooled.
+        """
+        ending, is_pooled = self.tokenizer.settings.ending, self.records != "documents" and not self.chat
+        closes = list(ending[-1:]) == [self.tokenizer.end_of_document]
+        return ending[:-1] if closes and not is_pooled else ending
 
     def fields(self, template: ChatTemplate | None) -> Fields:
         """Return the fields of a record that make up its document."""
@@ -232,7 +242,7 @@ class Worker:
 
     def add_surrounding(self, part: Part, ids: Ids) -> Ids:
         """Return a text's ids with the opening ids if it begins here, and the ending ids if it ends here."""
-        opening, ending = self.tokenizer.settings.opening, self.tokenizer.settings.ending
+        opening, ending = self.tokenizer.settings.opening, self.recipe.ending
         if not (opening or ending) or not len(ids):
             return ids
         return np.concatenate((opening if part.begins else (), ids, ending if part.ends else ())).astype(ids.dtype)

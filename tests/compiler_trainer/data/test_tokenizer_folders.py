@@ -51,6 +51,23 @@ def document(path, text="hi", **options):
     return [backend.id_to_token(i) for i in result.tokens.tolist()]
 
 
+@pytest.mark.parametrize("around", ["$A", "$A <eos>", "<bos> $A <eos>", "$A </s> <eos>"])
+@pytest.mark.parametrize("records", ["classes", "passages", "triplets"])
+def test_texts_that_are_pooled_are_what_transformers_pools(records, around, tmp_path):
+    """The token that ends a document is one of a text's own if the tokenizer adds it."""
+    path, words = write(tmp_path, EOS, around), ["fjord", "sea", "ice"]
+    row = {"text": words[0], "label": "a"} if records == "classes" else dict(zip(("query", "positive", "negative"), words))
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    labels = ("a", "b") if records == "classes" else ()
+    cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=path, eval_fraction=0.0, records=records, labels=labels)
+    batch = {name: array[0] for name, array in build_datasets(cfg, 32, 1).train.next().items()}
+    expected = [AutoTokenizer.from_pretrained(tmp_path)(word)["input_ids"] for word in words]
+    for document in range({"classes": 1, "passages": 2, "triplets": 3}[records]):
+        mine = batch["documents"] == document
+        last = int(batch["positions"][mine & (batch["labels"] != -100)].max())
+        assert batch["tokens"][mine][: last + 1].tolist() == expected[document]
+
+
 EOS = {"eos_token": "<eos>"}
 ENDS = {
     "as Gemma: </s> is another token": ({"config": EOS}, "<eos>"),
