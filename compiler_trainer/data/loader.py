@@ -208,6 +208,11 @@ class Mixture(JoinedRows):
         self.weights, self.names = np.array(weights) / sum(weights), tuple(names) or ("",) * len(parts)
         super().__init__(parts)
 
+    @property
+    def padding(self) -> float:
+        """The share of the rows drawn that is padding."""
+        return float(self.weights @ [part.padding for part in self.parts])
+
     def combine_fingerprints(self, prints: Sequence[str]) -> str:
         """Return a single part's own fingerprint; with several parts, it depends on the weights."""
         return prints[0] if len(prints) == 1 else f"{'+'.join(prints)} by {hash_arrays(self.weights)}"

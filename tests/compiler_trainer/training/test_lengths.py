@@ -64,6 +64,16 @@ def test_a_budget_of_tokens_is_reached_and_by_less_than_two_steps(packing, fake,
     assert f"  steps: {last['step']}\n" in (tmp_path / "run/config.yaml").read_text()
 
 
+def test_a_budget_of_tokens_is_reached_by_a_mixture_whose_sources_have_other_shares_of_padding(fake, tmp_path):
+    for name, text, count in (("long", "x" * 8, 10), ("short", "y" * 3, 2000)):  # 9 of 16 tokens a row, and 16
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * count)
+    sources = tuple(WeightedSource("text", files=(str(tmp_path / f"{name}.jsonl"),), weight=w) for name, w in (("long", 9), ("short", 1)))
+    data = DataConfig("mixture", sources=sources, packing="fit", eval_fraction=0.0)
+    train = TrainConfig(steps="3Ktokens", seq_len=16, global_batch_size=4)
+    trainer.train(options(tmp_path / "run", train=train, data=data, eval=EvalConfig(interval=None)))
+    assert 3000 - 64 < metrics(tmp_path / "run")[-1]["tokens"] < 3000 + 64
+
+
 def test_what_depends_on_steps_is_checked_once_they_are_known(fake, tmp_path):
     cfg = options(tmp_path / "run", train=TrainConfig(steps="10tokens", seq_len=16, global_batch_size=4))
     with pytest.raises(UserError, match="^lr_schedule.warmup_steps: 2 is more than train.steps=1; change either"):
