@@ -123,6 +123,7 @@ def generated(
         pad_token_id=min(ends, default=0),
         **draws,
     )
+    model.generation_config = settings  # generate takes what is not set from there, as a folder's repetition_penalty
     ids = torch.tensor([prompt] * count, device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)

@@ -123,7 +123,9 @@ def test_lora_trains_on_rollouts_from_python(folder, tmp_path):
 
 
 def test_log_probabilities_are_those_of_the_drawn_tokens_up_to_the_end(folder):
+    """Whatever generation_config.json says."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.update(repetition_penalty=5.0, top_k=3, min_p=0.2, suppress_tokens=[4])
     drawn = group(model, [5, 1], {0, 2, 3}, Sampling(6, 0.7, seed=1), 20)
     assert len({tuple(answer.ids) for answer in drawn}) > 10 and {answer.ended for answer in drawn} == {True, False}
     for answer in drawn:
