@@ -19,7 +19,7 @@ from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, summary
 from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import make_recipe
-from compiler_trainer.places.cache import Cache, cache_of
+from compiler_trainer.places.cache import Cache, cache_of, folder_name
 from compiler_trainer.places.copies import copy_files
 from compiler_trainer.places.folders import StoredFolder, load_folder
 from compiler_trainer.places.store import Place
@@ -41,8 +41,8 @@ class Volume:
 class Manifest:
     """The facts about tokens that training needs; `digest` depends on all tokens.
 
-    `opening` are the ids before each text, `end_of_document` the id after each document; both are None in manifests of
-    earlier versions.
+    `opening` are the ids before each text, `end_of_document` the id after each document, `templates` a digest of the chat
+    templates; they are None in manifests of earlier versions, and the last one without `chat`.
     """
 
     tokens: int
@@ -59,6 +59,7 @@ class Manifest:
     records: str = "documents"
     labels: tuple[str, ...] = ()
     margins: bool = False
+    templates: str | None = None
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
@@ -100,9 +101,14 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     volumes = tuple(Volume(name, facts.tokens, facts.documents, facts.digest) for name, facts in summaries)
     total = tokens.holds
     opening, end = tuple(tokenizer.settings.opening), tokenizer.end_of_document
-    kind = cfg.train_on, cfg.records, cfg.labels, cfg.margins
+    kind = cfg.train_on, cfg.records, cfg.labels, cfg.margins, digest_of_templates(tokenizer) if cfg.chat else None
     settings = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end, *kind
     return Manifest(total.tokens, total.documents, total.digest, *settings)
+
+
+def digest_of_templates(tokenizer: Tokenizer) -> str:
+    """Return a digest of a tokenizer's chat templates."""
+    return folder_name([tokenizer.settings.templates])[:16]
 
 
 def folder_of(name: str, cache: Cache) -> Path:
@@ -129,6 +135,9 @@ def open_folder(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
         if theirs != ours:
             there, here = as_override(theirs), as_override(ours)
             raise UserError(f"data.{name}", f"is {here}, but {folder} was made with {there}; set it to {there}")
+    if manifest.templates not in (None, digest_of_templates(tokenizer)):
+        fix = "set it to that one's, or run compiler-trainer tokenize again"
+        raise UserError("data.tokenizer", f"has another chat template than the one that made {folder}; {fix}")
     check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
 

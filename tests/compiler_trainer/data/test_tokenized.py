@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import CHATML, write_tokenizer
+from byte_tokenizer import CHATML, write_template, write_tokenizer
 from commands import call
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -184,6 +184,21 @@ def test_tokens_of_another_tokenizer_or_kind_are_refused(tmp_path):
     (tmp_path / "out" / "tokens.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="^data.chat: is false, but .*out was made with true; set it to true"):
         batches(tokens(tmp_path / "out"))
+
+
+def test_tokens_of_another_chat_template_are_refused_unless_they_are_of_an_earlier_version(tmp_path):
+    path, chats = write_tokenizer(tmp_path), tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    chats.write_text(json.dumps({"messages": messages}) + "\n")
+    options = {"tokenizer": path, "chat": True, "eval_fraction": 0.0}
+    tokenized.write(DataConfig(name="text", files=(str(chats),), **options), tmp_path / "out", ALL)
+    assert build_datasets(tokens(tmp_path / "out", **options), 64, 1)
+    write_template(tmp_path, CHATML.replace("<|im_start|>", "["))
+    with pytest.raises(UserError, match="^data.tokenizer: has another chat template than the one that made .*out; set it to"):
+        build_datasets(tokens(tmp_path / "out", **options), 64, 1)
+    manifest = json.loads((tmp_path / "out/tokens.json").read_text())
+    (tmp_path / "out/tokens.json").write_text(json.dumps({key: value for key, value in manifest.items() if key != "templates"}))
+    assert build_datasets(tokens(tmp_path / "out", **options), 64, 1)
 
 
 def test_labels_of_tokens_are_compared_as_they_are_written(tmp_path):
