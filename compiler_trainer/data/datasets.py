@@ -194,9 +194,17 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 
 def mix(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
     """Return the weighted mixture of the sources that have sequences."""
-    entries = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows is not None]
+    all_rows, sources, all_names = zip(*parts)
+    weights = [getattr(source, "weight", 1.0) for source in sources]
+    entries = [entry for entry in zip(all_rows, weights, numbered(all_names)) if entry[0] is not None]
     check_same_entries({name: rows for rows, _, name in entries})
     return Mixture(*zip(*entries))
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Return different names: those that were there before, with a number."""
+    counts = [names[:at].count(name) for at, name in enumerate(names)]
+    return [f"{name} ({count + 1})" if count else name for name, count in zip(names, counts)]
 
 
 def check_same_entries(rows_by_source: Mapping[str, Rows]) -> None:
@@ -295,7 +303,7 @@ def name_of(source: SourceConfig) -> str:
     if source._target_ is not None:
         return target_of({"_target_": source._target_, **source.arguments})
     if source.name == "hf_dataset":
-        return f"{source.path} ({source.split})"
+        return f"{', '.join(filter(None, (source.path, source.configuration)))} ({source.split})"
     prompts = source.prompts if isinstance(source, DataConfig) else ()
     return ", ".join(source.files or prompts) or source.tokens or source.name
 

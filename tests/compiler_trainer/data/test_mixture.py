@@ -13,7 +13,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, WeightedSource
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.corpus import Corpus
-from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.datasets import build_datasets, name_of
 from compiler_trainer.data.loader import Loader, Mixture
 from compiler_trainer.data.packing import pack
 
@@ -88,6 +88,17 @@ def mixed(folder, **options):
     (folder / "b.jsonl").write_text(json.dumps({"body": "b" * 401}))
     files = [WeightedSource(files=(str(folder / "a.txt"),)), WeightedSource(files=(str(folder / "b.jsonl"),), text_column="body", weight=3.0)]
     return DataConfig(name="mixture", sources=tuple(files), eval_fraction=0.0, **options)
+
+
+def test_sources_of_one_name_are_told_apart(tmp_path):
+    files = (str(tmp_path / "a.jsonl"),)
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "a" * 9, "body": "b" * 9}) + "\n") * 2)
+    sources = tuple(WeightedSource(files=files, text_column=column) for column in ("text", "body", "text"))
+    datasets = build_datasets(DataConfig(name="mixture", sources=sources, eval_fraction=0.5), 4, 2)
+    for loader in (datasets.train, datasets.eval):
+        assert list(loader.rows.names) == [files[0], f"{files[0]} (2)", f"{files[0]} (3)"]
+    hub = [name_of(WeightedSource("hf_dataset", path="a/b", configuration=name)) for name in ("en", "de", None)]
+    assert hub == ["a/b, en (train)", "a/b, de (train)", "a/b (train)"]
 
 
 def test_files_are_mixed_and_how_often_each_is_seen_is_said(tmp_path):
