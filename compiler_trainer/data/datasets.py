@@ -183,12 +183,16 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
         (part.held_out, source, part.name)
         for part, source in zip(validation_parts or parts, cfg.validation or cfg.read)
     ]
+    held_out = mix(validation) if any(rows for rows, *_ in validation) else None
+    if held_out is not None and cfg.validation:
+        trained = {"the training data": train.parts[0]}
+        check_same_entries({**trained, **dict(zip(held_out.names, held_out.parts))}, "data.validation")
     return Datasets(
         cfg,
         [*parts, *validation_parts],
         count_ids([*parts, *validation_parts], tokenizer),
         loader(train, global_batch_size, cfg.seed, cache),
-        Loader(mix(validation), global_batch_size, seed=None) if any(rows for rows, *_ in validation) else None,
+        None if held_out is None else Loader(held_out, global_batch_size, seed=None),
     )
 
 
@@ -207,7 +211,7 @@ def numbered(names: Sequence[str]) -> list[str]:
     return [f"{name} ({count + 1})" if count else name for name, count in zip(names, counts)]
 
 
-def check_same_entries(rows_by_source: Mapping[str, Rows]) -> None:
+def check_same_entries(rows_by_source: Mapping[str, Rows], option: str = "data.sources") -> None:
     """Raise UserError unless the rows of all sources have the same entries, of the same shapes and dtypes.
 
     Those of streams have, and are not read for it.
@@ -219,7 +223,7 @@ def check_same_entries(rows_by_source: Mapping[str, Rows]) -> None:
     for other in others:
         if shapes[other] != shapes[first]:
             both = f"{describe_shapes(shapes[other])}, those of {first} {describe_shapes(shapes[first])}"
-            raise UserError("data.sources", f"the rows of {other} have {both}; give both the same entries")
+            raise UserError(option, f"the rows of {other} have {both}; give both the same entries")
 
 
 def shapes_of(batch: Mapping[str, NDArray[Any]]) -> dict[str, tuple[Any, Any]]:

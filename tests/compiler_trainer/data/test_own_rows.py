@@ -103,6 +103,16 @@ def test_sources_are_mixed_by_weight_and_one_may_be_for_validation():
     assert len(result.train.rows.parts[0]) == 100  # none of it is for validation
 
 
+@pytest.mark.parametrize("arguments", [{}, {"weight": 1}, {"length": 5, "weight": 1.0}])
+def test_rows_for_validation_have_the_entries_of_training(arguments):
+    """A run of 1,000 steps ended at its first evaluation."""
+    own = {"name": "custom", "_target_": "test_own_rows.Numbers"}
+    training = data(arguments={"weight": 1.0}, validation=(WeightedSource(**own, arguments={"weight": 2.0}),))
+    assert built(training).eval
+    with pytest.raises(UserError, match="^data.validation: the rows of .*Numbers.* have .*, those of the training data .*weight float32"):
+        built(replace(training, validation=(WeightedSource(**own, arguments=arguments),)))
+
+
 @pytest.mark.parametrize(("count", "fraction", "sizes"), [(10, 0.0, (10, 0)), (10, 0.05, (9, 1)), (1, 0.5, (1, 0)), (10, 1.0, (0, 10)), (2, 0.9, (1, 1))])
 def test_halves(count, fraction, sizes):
     train, held_out = split_numbers(count, fraction, [0, 0])
