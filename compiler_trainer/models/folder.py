@@ -5,6 +5,7 @@ With another head than the one for next tokens, the module is that of a sequence
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import warnings
@@ -227,8 +228,8 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
     """Yield further terms of the loss with their weights: router balance (`output_router_logits`), Bamba's z-loss."""
     balance = getattr(out, "aux_loss", None)
     if isinstance(balance, Tensor):
-        names = ("router_aux_loss_coef", "aux_loss_coef")
-        yield next(float(getattr(model.config, name)) for name in names if hasattr(model.config, name)), balance
+        places = itertools.product((model, model.config), ("router_aux_loss_coef", "aux_loss_coef"))
+        yield next(float(getattr(place, name)) for place, name in places if hasattr(place, name)), balance
     if getattr(model, "z_loss_coefficient", 0) > 0:
         yield model.z_loss_coefficient, widened(out.logits).logsumexp(-1).square().mean()
 

@@ -17,6 +17,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig
 from compiler_trainer.models import folder
 from compiler_trainer.models.documents import UNTRIED
+from compiler_trainer.models.folder import loss_of
 from compiler_trainer.models.probes import small_model, way_of
 from compiler_trainer.models.subject import subject
 
@@ -166,6 +167,21 @@ def test_the_auxiliary_loss_of_a_folder_is_trained_without_padding(mesh, saved):
     padding = batch | {"documents": torch.full_like(batch["documents"], -1)}
     assert step(padding, lr=0.0)["loss"] == pytest.approx(of_labels.item(), rel=1e-5)
     assert step(batch)["loss"] == pytest.approx((of_labels + 5 * balance).item(), rel=1e-5) and 5 * balance > 4
+
+
+def test_the_weight_of_an_auxiliary_loss_is_the_models_own():
+    """DBRX has no `router_aux_loss_coef` in its config: StopIteration."""
+    experts = dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2, moe_loss_weight=5.0, hidden_size=16)
+    attention = dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0)
+    sizes = dict(d_model=16, n_heads=2, n_layers=1, vocab_size=300, max_seq_len=32)
+    config = tf.DbrxConfig(**sizes, attn_config=attention, ffn_config=experts, output_router_logits=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    batch = rows()[0] | {"documents": torch.zeros(2, 12, dtype=torch.long), "positions": torch.arange(12).expand(2, 12)}
+    labels = torch.cat([batch["tokens"][:, 1:], torch.full((2, 1), -100)], 1)
+    theirs = model(batch["tokens"], labels=batch["tokens"], use_cache=False)
+    assert loss_of("positions", model, batch | {"labels": labels}).item() == pytest.approx(theirs.loss.item(), rel=1e-6)
+    assert 5 * theirs.aux_loss > 4
 
 
 @pytest.mark.full
