@@ -22,6 +22,7 @@ from compiler_trainer.places.store import exists
 MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents + 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # megatron/core/datasets/indexed_dataset.py
 IDS_AT_ONCE = 2**20
+FEWEST, FIRST = 16, 1000  # ids of a raw file, by which a wider dtype is known
 
 
 class Index(NamedTuple):
@@ -101,6 +102,8 @@ def read_array(path: str, local_path: str, start: int, end: int, dtype: DTypeLik
     `local_path` is the file's local copy.
     """
     ids = map_ids(local_path, dtype)
+    if not path.endswith(".npy"):
+        check_width(ids[:FIRST], path)
     at, last = (
         next(document_ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end)
     )
@@ -108,6 +111,13 @@ def read_array(path: str, local_path: str, start: int, end: int, dtype: DTypeLik
         if document_end > at:
             yield Record(partial("{}: token {}".format, path, at), partial(Document, ids[at:document_end]))
         at = document_end
+
+
+def check_width(ids: NDArray[np.integer], path: str) -> None:
+    """Raise UserError if the first ids of a raw file look like those of a wider dtype."""
+    if len(ids) >= FEWEST and not ids[1::2].any():
+        problem = f"is read as {ids.dtype}, and every second of its first {len(ids):,} ids is 0, as if it had wider ones"
+        raise UserError(path, f"{problem}; write it with ids.astype(numpy.{ids.dtype}), or as .npy, which has its dtype")
 
 
 def document_ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:

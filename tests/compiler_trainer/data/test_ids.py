@@ -84,6 +84,15 @@ def of_memory_map_with_an_open_end(folder):
     return folder / "a.bin"
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_raw_ids_of_a_wider_dtype_are_refused_with_the_one_to_write(dtype, tmp_path):
+    stream().astype(dtype).tofile(tmp_path / "a.bin")
+    with pytest.raises(UserError, match=r"a.bin: is read as uint16, and every second .* 1,000 ids is 0, .*ids.astype\(numpy.uint16\)"):
+        read(tmp_path / "a.bin")
+    np.zeros(15, np.uint16).tofile(tmp_path / "a.bin")  # too few to tell
+    assert read(tmp_path / "a.bin") == [[0] * 15]
+
+
 def of_parquet(folder):
     pq.write_table(pa.table({"id": range(200), "ids": DOCUMENTS}), folder / "a.parquet", row_group_size=9)
     return folder / "a.parquet"
