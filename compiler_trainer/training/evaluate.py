@@ -27,6 +27,7 @@ from compiler_trainer.data.chat import Prompt, prompt_of
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.sampling import Sampling, check_prompt, continued, in_use
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, model_of
@@ -151,12 +152,12 @@ def samples_left_out(cfg: Config, loader: Loader) -> str:
 
 
 def fill_batch(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
-    """Return a global batch of these samples; if there are too few, fill it with samples that have no labels."""
+    """Return a global batch of these samples; if there are too few, fill it with padding."""
     missing = loader.batch_size - len(numbers)
     batch = loader.batch(np.pad(numbers, (0, missing), mode="edge"))
-    batch["labels"][len(numbers) :] = IGNORED_LABEL
-    if "pairs" in batch:
-        batch["pairs"][len(numbers) :] = 0
+    for name, value in (("labels", IGNORED_LABEL), ("documents", PADDING_DOCUMENT), ("pairs", 0)):
+        if name in batch:
+            batch[name][len(numbers) :] = value
     return batch
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from short_runs import FakeStep, metrics, options, resuming
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import compiler_trainer as ct
 from compiler_trainer.config.compose import compose, to_config
@@ -18,6 +19,7 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.folder import loss_of
 from compiler_trainer.training import steps, trainer
 from compiler_trainer.training.evaluate import by_source, means, validation_batches
 
@@ -183,6 +185,21 @@ def test_rows_that_fill_a_batch_count_in_no_loss(tmp_path, capsys):
     assert part == pytest.approx(whole, rel=0.5)  # of 8 rows of 10, and not 1,485
     with pytest.raises(UserError, match="^train.global_batch_size: is 12, but a source of validation data has at most 10 samples: a loss"):
         evaluated(tmp_path / "none", 12)
+
+
+def test_rows_that_fill_a_batch_are_padding_to_routers(tmp_path):
+    """They counted in the auxiliary loss of a folder's experts."""
+    validation = tuple(written(tmp_path, v="all letters of a text, differently often"))
+    cfg = DataConfig("synthetic", documents=40, validation=validation)
+    sizes = dict(vocab_size=257, hidden_size=24, intermediate_size=36, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    config = MixtralConfig(**sizes, num_local_experts=3, output_router_logits=True, router_aux_loss_coef=5.0)
+    torch.manual_seed(0)
+    model, measured = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), []
+    for size in (4, 9):
+        ((_, batch),) = validation_batches(build_datasets(cfg, 12, size).eval, None)
+        assert len(batch["tokens"]) == size
+        measured.append(loss_of("positions", model, batch).item())
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
 
 
 def test_losses_by_source_are_recorded(fake, tmp_path):
