@@ -38,6 +38,13 @@ LONG = 200  # characters of a path in an error
 TEXTS = {"classes", "passages", "triplets"}  # records that are no conversations
 STREAMS = {"text", "hf_dataset", "stdlib", "synthetic"}  # data that can be streamed
 CONVERSATIONS = {"text", "hf_dataset", "tokens", "prompts"}  # data that may be conversations
+READ_BY = {  # options of a source, and the data that read them
+    "document_separator": ("text",),
+    "text_column": ("text", "hf_dataset"),
+    "configuration": ("hf_dataset",),
+    "split": ("hf_dataset",),
+    "documents": ("synthetic",),
+}
 
 
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
@@ -408,6 +415,19 @@ CHECKS: Checks = (
     *HEAD_CHECKS,
     (
         "data.packing",
+        lambda c: c.data.packing == "auto" or names((*c.data.read, *c.data.validation)) != {"custom"},
+        "{c.data.packing} with data=custom, whose rows are packed; leave it auto",
+    ),
+    (
+        "data.bad_records",
+        lambda c: c.data.bad_records == "stop"
+        or c.data.pairs
+        or c.data.records != "documents"
+        or not names((*c.data.read, *c.data.validation)) <= {"custom", "tokens"},
+        "{c.data.bad_records} with data={c.data.name}, which has no records to read; leave it stop",
+    ),
+    (
+        "data.packing",
         lambda c: not c.data.pairs or c.data.packing == "auto",
         "{c.data.packing} with data.pairs, and each pair is one sequence; leave it auto",
     ),
@@ -611,6 +631,7 @@ def validate(cfg: Config, world_size: int) -> Config:
     """Return `cfg` with its mesh resolved for `world_size` ranks; raise UserError for options that contradict."""
     counted = cfg if isinstance(cfg.train.steps, int) else with_steps(cfg, LONGEST)
     check(counted, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
+    check_sources(cfg.data)
     for where, path in (
         ("run.dir", cfg.run.dir),
         ("checkpoint.dir", cfg.checkpoint.dir),
@@ -637,6 +658,7 @@ def with_microbatches(cfg: Config) -> Config:
 def validate_data(cfg: Config) -> DataConfig:
     """Return the options of data; raise UserError if two of them contradict each other."""
     check(cfg, tuple(entry for entry in CHECKS if entry[0].startswith("data.")))
+    check_sources(cfg.data)
     return cfg.data
 
 
@@ -645,6 +667,19 @@ def check(cfg: Config, checks: Checks) -> None:
     for where, holds, message in checks:
         if not holds(cfg):
             raise UserError(where, message.format(c=cfg))
+
+
+def check_sources(data: DataConfig) -> None:
+    """Raise UserError for an option of a source that its kind of data does not read."""
+    groups = (("data.sources", data.sources), ("data.validation", data.validation))
+    places = [(f"{group}[{at}]", source) for group, sources in groups for at, source in enumerate(sources)]
+    for place, source in [("data", data), *places]:
+        for option, kinds in READ_BY.items():
+            value, default = getattr(source, option), getattr(SourceConfig, option)
+            if source.name not in kinds and value != default:
+                fix = "set it in data.sources" if source.name == "mixture" else f"leave it {default or 'null'}"
+                readers = " and ".join(f"data={kind}" for kind in kinds)
+                raise UserError(f"{place}.{option}", f"{value} is for {readers}, not data={source.name}; {fix}")
 
 
 def check_path(where: str, path: str) -> None:

@@ -116,8 +116,8 @@ def read_array(path: str, local_path: str, start: int, end: int, dtype: DTypeLik
 def check_width(ids: NDArray[np.integer], path: str) -> None:
     """Raise UserError if the first ids of a raw file look like those of a wider dtype."""
     if len(ids) >= FEWEST and not ids[1::2].any():
-        problem = f"is read as {ids.dtype}, and every second of its first {len(ids):,} ids is 0, as if it had wider ones"
-        raise UserError(path, f"{problem}; write it with ids.astype(numpy.{ids.dtype}), or as .npy, which has its dtype")
+        problem = f"is read as {ids.dtype}, but every second of its first {len(ids):,} ids is 0, as of a wider dtype"
+        raise UserError(path, f"{problem}; write ids.astype(numpy.{ids.dtype}), or a .npy, which names its dtype")
 
 
 def document_ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:

@@ -41,8 +41,8 @@ class Volume:
 class Manifest:
     """The facts about tokens that training needs; `digest` depends on all tokens.
 
-    `opening` are the ids before each text, `end_of_document` the id after each document, `templates` a digest of the chat
-    templates; they are None in manifests of earlier versions, and the last one without `chat`.
+    `opening` are the ids before each text, `end_of_document` the id after each document, `templates` a digest of chat
+    templates; all are None in manifests of earlier versions, and the last one without `chat`.
     """
 
     tokens: int

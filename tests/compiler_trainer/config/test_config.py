@@ -135,6 +135,9 @@ def test_a_partial_mapping_keeps_the_other_defaults():
     assert build(Config, {"mesh": MeshConfig(tp=2)}).mesh.tp == 2
 
 
+FILES = {"name": "text", "files": ["a.txt"]}
+
+
 @pytest.mark.parametrize(
     ("options", "option"),
     [
@@ -164,6 +167,16 @@ def test_a_partial_mapping_keeps_the_other_defaults():
         ({"optim": {"groups": {"a": {"names": ["x"], "optimizer": "adamw"}}}}, "optim.groups"),
         ({"optim": {"name": "muon", "groups": {"a": {"lr": 0.5}}}}, "optim.groups"),
         ({"data": {"eval_fraction": 0}}, "eval.interval"),
+        ({"data": {"text_column": "body"}}, "data.text_column"),
+        ({"data": {**FILES, "split": "test"}}, "data.split"),
+        ({"data": {**FILES, "documents": 5}}, "data.documents"),
+        ({"data": {"name": "synthetic", "document_separator": "\n"}}, "data.document_separator"),
+        ({"data": {"name": "tokens", "tokens": "x", "text_column": "body"}}, "data.text_column"),
+        ({"data": {"name": "tokens", "tokens": "x", "bad_records": "skip"}}, "data.bad_records"),
+        ({"data": {"name": "custom", "_target_": "a.b", "packing": "fit"}}, "data.packing"),
+        ({"data": {"name": "mixture", "sources": [FILES, FILES], "text_column": "body"}}, "data.text_column"),
+        ({"data": {"name": "mixture", "sources": [FILES, {**FILES, "split": "test"}]}}, "data.sources[1].split"),
+        ({"data": {**FILES, "validation": [{**FILES, "configuration": "en"}]}}, "data.validation[0].configuration"),
         ({"run": {"dir": ""}}, "run.dir"),
         ({"checkpoint": {"dir": " "}}, "checkpoint.dir"),
     ],
@@ -172,6 +185,15 @@ def test_options_that_cannot_hold_together_are_refused(options, option):
     with pytest.raises(UserError) as caught:
         validate(build(Config, options), world_size=1)
     assert caught.value.place == option
+
+
+def test_an_option_that_a_mixture_does_not_read_is_refused_with_the_place_for_it():
+    read = {"sources": [{**FILES, "text_column": "body"}, {"name": "hf_dataset", "path": "a/b", "split": "test", "configuration": "en"}],
+            "validation": [{"name": "synthetic", "documents": 5}], "bad_records": "skip", "packing": "fit"}
+    assert validate(build(Config, {"data": {"name": "mixture", **read}}), world_size=1)
+    with pytest.raises(UserError) as caught:
+        validate(build(Config, {"data": {"name": "mixture", **read, "document_separator": "--"}}), world_size=1)
+    assert str(caught.value) == "data.document_separator: -- is for data=text, not data=mixture; set it in data.sources"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def of_memory_map_with_an_open_end(folder):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_raw_ids_of_a_wider_dtype_are_refused_with_the_one_to_write(dtype, tmp_path):
     stream().astype(dtype).tofile(tmp_path / "a.bin")
-    with pytest.raises(UserError, match=r"a.bin: is read as uint16, and every second .* 1,000 ids is 0, .*ids.astype\(numpy.uint16\)"):
+    with pytest.raises(UserError, match=r"a.bin: is read as uint16, but every second .* 1,000 ids is 0, .*ids.astype\(numpy.uint16\)"):
         read(tmp_path / "a.bin")
     np.zeros(15, np.uint16).tofile(tmp_path / "a.bin")  # too few to tell
     assert read(tmp_path / "a.bin") == [[0] * 15]

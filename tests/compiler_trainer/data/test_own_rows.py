@@ -103,7 +103,7 @@ def test_sources_are_mixed_by_weight_and_one_may_be_for_validation():
     assert len(result.train.rows.parts[0]) == 100  # none of it is for validation
 
 
-@pytest.mark.parametrize("arguments", [{}, {"weight": 1}, {"length": 5, "weight": 1.0}])
+@pytest.mark.parametrize("arguments", [{}, {"weight": 1}, {"weight": [1.0]}])
 def test_rows_for_validation_have_the_entries_of_training(arguments):
     """A run of 1,000 steps ended at its first evaluation."""
     own = {"name": "custom", "_target_": "test_own_rows.Numbers"}
