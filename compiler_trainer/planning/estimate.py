@@ -189,9 +189,9 @@ def peak_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
         GATHERED_AHEAD * layer * rank.compute_bytes if is_stored and candidate.regather else 0.0
     )
     head_backward = stored | {
-        "activations": layers + rank.logits_later,
+        "activations": layers,
         "gathered weights": gathered_ahead,
-        "head": 4 * table,
+        "head": 4 * sizes.trained_share * table,
     }
     reduce_bytes = sizes.trained_share * rank.reduce_bytes
     communication = 2 * layer * (rank.compute_bytes + reduce_bytes) if is_stored else 0.0
@@ -235,7 +235,7 @@ def kept_bytes(rank: Rank, candidate: Candidate, policy: str) -> float:
         return input_bytes + attention_bytes + exchanged_bytes + sent_bytes + gathered_bytes
     ring_bytes = attention_bytes if candidate.method in RINGS else 0.0
     if policy == "none":
-        return ALL_KEPT * matmul_bytes + exchanged_bytes + gathered_bytes + ring_bytes
+        return (1 + (ALL_KEPT - 1) * sizes.trained_share) * matmul_bytes + exchanged_bytes + gathered_bytes + ring_bytes
     return input_bytes * (2 if tp > 1 else 1) + exchanged_bytes + sent_bytes + gathered_bytes + ring_bytes
 
 
@@ -244,7 +244,7 @@ def kept_bytes(rank: Rank, candidate: Candidate, policy: str) -> float:
 MASTER = {"float32": 4, "bfloat16": 2}
 MOMENTS = {"adamw": 2, "muon": 1}
 CODES = {"adamw8bit": 2, "adamwfp8": 2}  # bytes of an entry's quantized moments, whatever its dtype
-LOGITS_ALIVE, LOGITS_LATER = 2.4, 1.4  # written copies of a chunk of logits that are alive at once
+LOGITS_ALIVE = 2.4  # written copies of a chunk of logits that are alive at once
 SPLIT_ALIVE = 5.4  # the same with classes split over tp, where scatters keep the operators of a loss apart
 ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
@@ -492,11 +492,6 @@ class Rank:
         head = self.sizes.trained_share * self.sizes.head_entries / self.axes.tp
         weight = head * (4 + self.compute_bytes) if self.chunk[1] > 1 else 0.0
         return (SPLIT_ALIVE if self.axes.tp > 1 else LOGITS_ALIVE) * self.chunk[0] + weight
-
-    @cached_property
-    def logits_later(self) -> float:
-        """Bytes left of them when the head's own gradient is computed."""
-        return LOGITS_LATER * self.chunk[0]
 
     @cached_property
     def chunk(self) -> tuple[float, int]:
