@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
 from passes.ir import ir
 from passes.ir.layer import within
@@ -42,7 +43,7 @@ PRODUCTS = (*MATMULS, "addmm", "bmm", "baddbmm")
 def in_dtype(op: Callable[..., Any], dtype: torch.dtype, before: Any) -> Callable[..., Any]:
     """Return the operator on operands cast to the dtype, with results cast back to the dtypes of the results `before`.
 
-    A scalar (a loss) is not rounded.
+    If `before` is None, they are not cast back.
     """
 
     def is_floating(x: Any) -> bool:
@@ -54,13 +55,25 @@ def in_dtype(op: Callable[..., Any], dtype: torch.dtype, before: Any) -> Callabl
     def leave(x: Any, old: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return tuple(map(leave, x, old))
-        return COPY(x, dtype=old.dtype) if is_floating(x) and x.dim() else x
+        return COPY(x, dtype=old.dtype) if is_floating(x) else x
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_aggregate((args, kwargs), enter)  # type: ignore[misc]
-        return leave(op(*args, **kwargs), before)
+        results = op(*args, **kwargs)
+        return results if before is None else leave(results, before)
 
     return run
+
+
+def terms(program: ir.Program) -> set[fx.Node]:
+    """Return the nodes whose values are numbers that reach only the loss and metrics, through numbers alone."""
+    result: set[fx.Node] = set()
+    buffers = {node for node, output in zip(program.results(), program.outputs) if output.kind == "buffer"}
+    for node in reversed(program.graph.nodes):
+        has_dims = any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(ir.value(node)))
+        if node.op == "output" or node.users.keys() <= result and not has_dims and node not in buffers:
+            result.add(node)
+    return result
 
 
 def is_cast(node: Any) -> bool:
@@ -155,12 +168,14 @@ class Cast(ir.Pass):
         """Compute operators in the dtype that an option gives them, and count them; return the casts around them."""
         casts: set[fx.Node] = set()
         matched: set[str] = set()
+        wide = terms(program)
         for node in list(program.calls()):
             option, dtype = self.target_dtype(node, matched)
             if dtype is None:
                 continue
             by_option[option] += program.times(node)
-            new = inline(node, in_dtype(node.target, dtype, ir.value(node)), ctx)  # type: ignore[arg-type]
+            before = None if node in wide else ir.value(node)
+            new = inline(node, in_dtype(node.target, dtype, before), ctx)  # type: ignore[arg-type]
             casts.update(n for n in new if is_cast(n))
         if casts:
             refresh(program, ctx)

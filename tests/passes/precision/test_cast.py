@@ -89,6 +89,32 @@ def test_a_cast_of_the_authors_that_rounds_is_kept():
     assert casts(result) == 2
 
 
+@pytest.mark.parametrize("use", [lambda x, n: x * n.view(1), lambda x, n: torch.cat([x[:, 1:], n.expand(4, 1)], 1)])
+def test_a_number_that_tensors_use_keeps_the_compute_dtype(use):
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x.to(self.up.weight.dtype))
+            return self.down(use(x, torch.logsumexp(x.flatten(), 0)))
+
+    batch = {"x": torch.randn(4, 6), "y": torch.zeros(4, dtype=torch.int64)}
+    exact, rounded = (
+        compile_lockstep(Scaled(), loss_fn, batch, {}, passes={"cast": {"param_dtype": dtype}})(batch)["loss"]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert exact != rounded and abs(exact - rounded) < 0.02
+
+
+def test_a_loss_of_several_terms_is_not_rounded():
+    class Terms(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x).logsumexp((0, 1)) / 3 + self.down(x).logsumexp((0, 1))
+
+    program, ctx = capture(Terms(), lambda model, batch: model(batch["x"]), {"x": torch.randn(4, 6, dtype=BF16)}, CPU, BF16)
+    result, _ = Cast(ops=WIDE)(program, ctx)
+    assert ir.example(result.results()[0]).dtype == F32
+    assert {ir.example(n).dtype for n in result.calls() if ir.example(n).dim() == 0} == {F32}
+
+
 def test_nothing_is_narrowed_by_the_table():
     program, _ = cast(F64, F64, ops=WIDE)
     assert casts(program) == 2 and set(dtypes(program, "softmax")) == {F64}  # the author's two casts
