@@ -169,7 +169,7 @@ FAULTS = (
     Fault(
         "rounding_casts_dropped",
         "passes/precision/cast.py",
-        "keeps_all = torch.promote_types(first, middle) == middle",
+        "keeps_all = holds(middle, first)",
         "keeps_all = True",
         "A cast that rounds on purpose is dropped.",
     ),

@@ -7,7 +7,19 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import VOCAB, batches, compile_lockstep, llama, llama_loss, train_step
+from oracle import (
+    NO_DECAY,
+    VOCAB,
+    batches,
+    compile_lockstep,
+    llama,
+    llama_loss,
+    perceptron,
+    points,
+    squared_error,
+    train_step,
+    trained_alike,
+)
 from torch import Tensor, nn
 
 from compiler_trainer import UserError
@@ -37,6 +49,17 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.norm(x)).softmax(-1).softmax(-1)
         return self.down(y.float().to(y.dtype))
+
+
+class Quantized(nn.Module):
+    """Fake quantization: values are rounded to a dtype of eight bits."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(x.dtype)
 
 
 def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -102,6 +125,12 @@ def test_a_number_that_tensors_use_keeps_the_compute_dtype(use):
         for dtype in ("float32", "bfloat16")
     )
     assert exact != rounded and abs(exact - rounded) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_round_trip_through_float8_rounds(dtype):
+    model = perceptron(Quantized(dtype))
+    trained_alike(model, squared_error, points(), {"tp": 2}, NO_DECAY)
 
 
 def test_a_loss_of_several_terms_is_not_rounded():
