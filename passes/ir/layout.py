@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.ir.mesh import BLOCKS, Mesh
-from passes.ir.spec import Factor
+from passes.ir.spec import Factor, Spec
 
 Coordinates = Mapping[str, Tensor]  # the rank's, 0-d int64, and the block table of a sequence, i64[P, blocks]
 
@@ -38,6 +38,16 @@ def entries(factor: Factor, mesh: Mesh, coordinates: Coordinates, device: torch.
             index = axis_index * share + index
         valid = valid & (index < size)
     return index, valid
+
+
+def is_entry(spec: Spec, mesh: Mesh, coordinates: Coordinates, device: torch.device) -> Tensor:
+    """Return a mask of a rank's local tensor, False for padding."""
+    factors = [factor for dim in spec.dims for factor in dim]
+    mask = torch.ones([1] * len(factors), dtype=torch.bool, device=device)
+    for k, factor in enumerate(factors):
+        valid = entries(factor, mesh, coordinates, device)[1]
+        mask = mask & valid.view([-1 if j == k else 1 for j in range(len(factors))])
+    return mask.reshape(spec.local_shape(mesh))
 
 
 def locate(index: Tensor, factor: Factor, mesh: Mesh, coordinates: Coordinates) -> tuple[Tensor, Tensor]:

@@ -151,10 +151,10 @@ def store(
     append.parameter = update.input.name
 
     def move(p: Tensor, direction: Tensor, *values: Tensor) -> Tensor:
-        factors, drawn = values[: len(scalars)], values[len(scalars) :]
+        factors, placed = values[: len(scalars)], values[len(scalars) :]
         new, _ = update.group.optimizer.update(cast(p, update.wide), cast(direction, update.wide), (), factors)
-        return update.round(new, drawn)
+        return update.round(new, placed)
 
     key = ("move", update.group.optimizer, update.dtype, *update.identity())
-    inputs = (matrix.parameter, direction, *scalars, *update.random_operands(step, coordinates))
+    inputs = (matrix.parameter, direction, *scalars, *update.place_operands(step, coordinates))
     append.keep(matrix.parameter, append.trace(move, *inputs, key=key))

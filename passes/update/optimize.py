@@ -126,7 +126,8 @@ class Optimize(ir.Pass):
         shared = {kind: self.shared_scalars(append, *kind, lr, step_now, factor) for kind in kinds}
         matrices = list[Matrix]()
         by_matrix = any(isinstance(group.optimizer, Muon) for _, group in kinds)
-        coordinates, added = coordinates_of(program, append) if self.stochastic or by_matrix else ({}, [])
+        reads_places = self.stochastic or by_matrix or any(update.fills for update in updates)
+        coordinates, added = coordinates_of(program, append) if reads_places else ({}, [])
         added += scalars
         for update, gradient in zip(updates, reduced):
             append.parameter, parameter = update.input.name, parameters[update.input.name][0]

@@ -137,3 +137,10 @@ class Muon:
         """Return the new parameter, given an orthogonal direction."""
         decay, rate = scalars
         return parameter * decay - rate * gradient, moments
+
+
+def keeps_zeros(optimizer: Optimizer, dtype: torch.dtype) -> bool:
+    """Return True if an update in a `dtype` is known to leave zeros zero: the padding of shards has no other values."""
+    if type(optimizer) is AdamW:
+        return bool(torch.tensor(optimizer.eps, dtype=dtype) > 0)  # else 0 / 0
+    return type(optimizer) in (SGD, Muon)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir import ir
+from passes.ir.layout import is_entry
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Spec
 from passes.sharding.random import global_index, uniform_at
 from passes.update.appender import Appender
 from passes.update.groups import Group
 from passes.update.moments import Codec, Format, codec
-from passes.update.optimizers import arithmetic, cast, real, to_stored_dtype
+from passes.update.optimizers import arithmetic, cast, keeps_zeros, real, to_stored_dtype
 
 Added = list[tuple[fx.Node, ir.Input]]  # inputs that an update needs
 
@@ -85,12 +86,14 @@ class Update:
         """Change the parameter and its moments, entry by entry; `shared` are the gradients' factor and scalars."""
 
         def update(p: Tensor, g: Tensor, factor: Tensor, *values: Tensor, moments: Sequence[Tensor]) -> Any:
-            scalars, drawn = values[: len(shared) - 1], values[len(shared) - 1 :]
+            scalars, placed = values[: len(shared) - 1], values[len(shared) - 1 :]
             g = real(g, self.wide) * factor
             new, moments = self.group.optimizer.update(real(p, self.wide), g, tuple(moments), scalars)
-            return self.round(new, drawn), moments
+            if self.fills:
+                new, *moments = (self.fill(x, placed) for x in (new, *moments))
+            return self.round(new, placed), moments
 
-        inputs = (parameter, gradient, *shared, *self.random_operands(step, coordinates))
+        inputs = (parameter, gradient, *shared, *self.place_operands(step, coordinates))
         new, added = self.advance(append, "update", update, inputs, parameter)
         append.keep(parameter, new)
         return added
@@ -124,23 +127,35 @@ class Update:
         """True if the parameter is rounded at random."""
         return self.storage.stochastic and self.dtype == torch.bfloat16
 
+    @property
+    def fills(self) -> bool:
+        """True if zeros are written to padding, which the optimizer may change."""
+        return self.spec.padded(self.mesh) and not keeps_zeros(self.group.optimizer, self.wide)
+
     def identity(self) -> tuple[Any, ...]:
-        """Return the facts on which a function depends if it rounds at random."""
-        return (self.site, self.spec) if self.at_random else ()
+        """Return the facts on which a function depends if it rounds at random, or knows padding."""
+        return (self.site, self.spec) if self.at_random else (self.spec,) if self.fills else ()
 
-    def random_operands(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
-        """Return the operands of random rounding: the rank's coordinates and the step."""
+    def place_operands(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
+        """Return the operands of random rounding and padding: the rank's coordinates and the step."""
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
-        return (*(coordinates[axis] for axis in axes), step) if self.at_random else ()
+        return (*(coordinates[axis] for axis in axes), step) if self.at_random or self.fills else ()
 
-    def round(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
-        """Return the parameter in its own dtype, rounded with the operands from `random_operands`."""
+    def places(self, operands: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the coordinates among the values of `place_operands`, by axis."""
+        return dict(zip([axis for axis in self.mesh.names if axis in self.spec.sharded], operands))
+
+    def fill(self, x: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Return a result of `real` with padding set to 0, by the values of `place_operands`."""
+        mask = is_entry(self.spec, self.mesh, self.places(operands), x.device)
+        return torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), x, 0)
+
+    def round(self, new: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Return the parameter in its own dtype, rounded with the values of `place_operands`."""
         if not self.at_random:
             return to_stored_dtype(new, self.dtype)
-        *coordinates, step = drawn
-        axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
-        index = global_index(self.spec, self.mesh, dict(zip(axes, coordinates, strict=True)), new.device)
-        return cast(round_at_random(new, step, self.site, index), self.dtype)
+        index = global_index(self.spec, self.mesh, self.places(operands), new.device)
+        return cast(round_at_random(new, operands[-1], self.site, index), self.dtype)
 
     def inputs(self, append: Appender, moment: str, storage: Codec, parameter: fx.Node) -> Added:
         """Insert the inputs that store one moment."""

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
-from oracle import ADAMW, LRS, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
+from oracle import (
+    ADAMW,
+    LRS,
+    assert_same,
+    batches,
+    compile_lockstep,
+    llama,
+    llama_loss,
+    perceptron,
+    points,
+    squared_error,
+    train_step,
+)
 from torch import Tensor, nn
 
 from compiler_trainer import compile_step
 from passes.ir import ir
 from passes.ir.printer import op_name
-from passes.update.optimizers import SGD, AdamW
+from passes.update.optimizers import SGD, AdamW, Moment
 
 MESHES = [{"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]
 
@@ -96,6 +109,36 @@ def test_padding_of_parameters_and_moments_stays_zero(microbatches):
         assert sum(sizes) > spec.shape[0] and not padding.any()
         padded += 1
     assert padded >= 3 * 4  # embedding, w1, w3 and head, each with two moments
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """An optimizer whose update of zeros is not finite, or not zero."""
+
+    power: int = -1
+    moments: tuple[Moment, ...] = (Moment("average"),)
+
+    def scalars(self, lr, step):
+        return (lr,)
+
+    def update(self, parameter, gradient, moments, scalars):
+        average = 0.9 * moments[0] + gradient.abs() ** self.power  # 1 / 0, or 1
+        return parameter - scalars[0] * gradient * average, (average,)
+
+
+@pytest.mark.parametrize("power", [-1, 0])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_an_optimizer_of_the_users_leaves_padding_zero(mesh, power):
+    optim = {"name": "custom", "_target_": "test_optimize.Inverse", "arguments": {"power": power}}
+    data = points()
+    alone, cut = (compile_lockstep(perceptron(), squared_error, data[0], m, optim) for m in ({}, mesh))
+    for ours, wanted in zip(train_step(cut, data), train_step(alone, data), strict=True):
+        assert_same(ours, wanted, 1e-10)
+    padded = [(spec, by_rank) for spec, by_rank in cut.tensors().values() if spec.padded(cut.mesh)]
+    assert len(padded) >= 4
+    for spec, by_rank in padded:
+        stored = torch.stack(list(by_rank.values()))
+        assert stored.isfinite().all() and (stored == 0).any(), spec
 
 
 def test_accumulated_gradients_are_cleared():
