@@ -479,11 +479,14 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
 
 
 def build_own(options: Mapping[str, Any]) -> Optimizer:
-    """Return the user's own optimizer; raise UserError if a method is missing."""
+    """Return the user's own optimizer; raise UserError if a method is missing, or it cannot be hashed."""
     optimizer = called(options, "optim")
     if missing := [name for name in ("moments", "scalars", "update") if not hasattr(optimizer, name)]:
         fix = "docs/guides/your-loop.md shows a complete one"
         raise UserError("optim._target_", f"{options['_target_']} returned an object without `{missing[0]}`; {fix}")
+    if type(optimizer).__hash__ is None:  # what passes compute once is looked up by it
+        problem = f"{type(optimizer).__name__} cannot be hashed; declare it as @dataclass(frozen=True)"
+        raise UserError("optim._target_", problem)
     return optimizer
 
 

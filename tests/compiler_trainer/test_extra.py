@@ -164,12 +164,18 @@ class Plain:
     scalars = update = None
 
 
+@dataclass
+class Changeable(Plain):
+    """An optimizer that is a dataclass, but not frozen."""
+
+
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
         ({"name": "custom"}, "^optim._target_: is null with optim=custom"),
         ({"_target_": "collections.Counter"}, "^optim._target_: collections.Counter returned an object without `moments`"),
         ({"_target_": "test_extra.Nothing"}, "^optim._target_: .*Nothing"),
+        ({"_target_": "test_extra.Changeable"}, r"^optim._target_: Changeable cannot be hashed; declare it as @dataclass\(frozen=True\)$"),
         ({"_target_": "test_extra.Plain", "groups": {"none": {"kinds": ["vector"], "weight_decay": 0.0}}},
          "^optim.groups.none.weight_decay: 0.0, but Plain is no dataclass with a field weight_decay"),
     ],
