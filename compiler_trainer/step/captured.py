@@ -148,9 +148,14 @@ def one_microbatch(batch: Mapping[str, Tensor], microbatches: int, number: int =
     """Return a microbatch of a batch; the shapes of the first are compiled."""
     if microbatches < 1:
         raise UserError("microbatches", f"is {microbatches}; must be at least 1")
+    first = next(iter(batch), "")
     for key, value in batch.items():
         if not value.dim():
             raise UserError(f"batch[{key!r}]", "is a scalar; give it an entry for each sequence")
+        if microbatches > 1 and len(value) != len(batch[first]):
+            problem = f"has {len(value)} rows and batch[{first!r}] {len(batch[first])}; a microbatch has parts of both"
+            fix = "give each an entry for each sequence, make it a buffer of the model, or set microbatches=1"
+            raise UserError(f"batch[{key!r}]", f"{problem}; {fix}")
         if value.shape[0] % microbatches:
             raise UserError(
                 "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"

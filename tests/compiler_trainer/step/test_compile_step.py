@@ -199,6 +199,16 @@ def test_a_loss_without_a_gradient_is_refused(loss):
         compile_lockstep(perceptron(), loss, points()[0], FSDP)
 
 
+def test_entries_of_other_rows_than_samples_have_no_microbatches():
+    def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return squared_error(model, batch) * batch["factors"].prod()
+
+    data = [batch | {"factors": torch.tensor([2.0, 3.0]).double()} for batch in points(4)]
+    trained_alike(perceptron(), loss_fn, data, {}, NO_DECAY)
+    with pytest.raises(UserError, match=r"batch\['factors'\]: has 2 rows and batch\['x'\] 4; .*make it a buffer"):
+        compile_lockstep(perceptron(), loss_fn, data[0], {}, microbatches=2)
+
+
 @pytest.mark.parametrize(("options", "says"), [
     ({"lower": {"backend": "inductor"}}, "lower.backend: is 'inductor', but lockstep ranks are interpreted"),
     ({"mesh": {"dp": 2}}, "mesh.dp: no such axis"),
