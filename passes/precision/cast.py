@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves
 
 from passes.ir import ir
 from passes.ir.layer import within
@@ -70,7 +69,9 @@ def terms(program: ir.Program) -> set[fx.Node]:
     result: set[fx.Node] = set()
     buffers = {node for node, output in zip(program.results(), program.outputs) if output.kind == "buffer"}
     for node in reversed(program.graph.nodes):
-        has_dims = any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(ir.value(node)))
+        value = ir.value(node)
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        has_dims = any(isinstance(x, Tensor) and x.dim() for x in values)
         if node.op == "output" or node.users.keys() <= result and not has_dims and node not in buffers:
             result.add(node)
     return result
