@@ -916,7 +916,7 @@ class CheckpointConfig:
     store: str | None = None  # folder of an object store to copy them to (s3://bucket/runs); null: no copies
     resume: str | None = None  # start from a checkpoint: a folder, latest, or auto; null: start from the beginning
     allow: tuple[str, ...] = ()  # options, or groups, that may differ from those of the resumed run
-    frozen: bool = True  # also store parameters that are not trained; false: read them from their origin again
+    frozen: bool = True  # also store parameters that no step changes; false: read them from their origin again
 
     @property
     def saves(self) -> bool:

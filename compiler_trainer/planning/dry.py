@@ -127,7 +127,8 @@ def flat_step(cfg: Config, trained: Subject, request: CompileRequest, compiled: 
     parameters = trained.module.named_parameters()
     averaged = frozenset(name for name, p in parameters if p.requires_grad and cfg.train.ema is not None)
     flops, schedule = trained.flops_per_token(cfg.train.seq_len), request.schedule(report.cost)
-    return DryStep(flat, report.finish(), flops, schedule, averaged, left_out(cfg, trained))
+    excluded = left_out(cfg, trained, (captured.program for captured in flat.values()))
+    return DryStep(flat, report.finish(), flops, schedule, averaged, excluded)
 
 
 def request_of(cfg: Config, trained: Subject) -> CompileRequest:

@@ -40,9 +40,9 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.elastic.member import LeftOut
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import from_rank_0, gather, host_group, rank
-from compiler_trainer.step.step import Step
+from compiler_trainer.step.step import Step, programs_of
 from compiler_trainer.training import averages
-from compiler_trainer.training.checkpoints import checkpoints_of
+from compiler_trainer.training.checkpoints import checkpoints_of, unchanged
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.prepare import Start
@@ -110,7 +110,7 @@ class Rollback:
         for path in self.earlier_checkpoints(before):
             try:
                 ckpt = checkpoint.on_all_ranks(partial(checkpoint.opened, path))
-                averages.load(self.step, ckpt, self.trained.frozen)
+                averages.load(self.step, ckpt, unchanged(self.trained, programs_of(self.step.train).values()))
             except Damaged as damage:
                 announce(f"{path} is damaged and passed over: {damage}")
                 continue

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,10 @@ from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import copy_files
 from compiler_trainer.places.store import Place
 from compiler_trainer.step.ranks import from_rank_0, gather, is_first_of_machine, rank, try_on_rank_0
-from compiler_trainer.step.step import Step
+from compiler_trainer.step.step import Step, programs_of, state_name
 from compiler_trainer.training.loggers import announce
 from compiler_trainer.training.metrics import Record
+from passes.ir import ir
 
 BY_NAME = ("latest", "auto")  # values of `checkpoint.resume` that are not paths
 T = TypeVar("T")
@@ -251,16 +252,23 @@ def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     if not cfg.checkpoint.saves:
         yield Save(cfg, None)
         return
-    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, left_out(cfg, trained), say) as saver:
+    excluded = left_out(cfg, trained, programs_of(step.train).values())
+    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, excluded, say) as saver:
         announce(f"checkpoints {save_times(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
         if cfg.checkpoint.store:
             announce(f"each is copied to {cfg.checkpoint.store}")
         yield Save(cfg, saver)
 
 
-def left_out(cfg: Config, trained: Subject) -> frozenset[str]:
+def left_out(cfg: Config, trained: Subject, programs: Iterable[ir.Program]) -> frozenset[str]:
     """Return the names of the state that checkpoints do not store, because it is read from its origin again."""
-    return trained.teacher if cfg.checkpoint.frozen else trained.frozen
+    return trained.teacher if cfg.checkpoint.frozen else unchanged(trained, programs)
+
+
+def unchanged(trained: Subject, programs: Iterable[ir.Program]) -> frozenset[str]:
+    """Return the names of frozen parameters that no program of a step writes, and of all of the teacher."""
+    buffers = {state_name(entry) for program in programs for entry in program.inputs if entry.kind == "buffer"}
+    return trained.frozen - (buffers - trained.teacher)
 
 
 @contextmanager
@@ -274,7 +282,7 @@ def snapshots(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     if cfg.checkpoint.saves and is_first_of_machine():
         checkpoint.link_to_run(folder, checkpoints_of(cfg))
     options = CheckpointConfig(keep=1, resume="auto")
-    with Saver(step, folder, options, left_out(cfg, trained), say, machines) as saver:
+    with Saver(step, folder, options, left_out(cfg, trained, programs_of(step.train).values()), say, machines) as saver:
         place = f"{folder}, and into the next machine's memory" if len({*machines}) > 1 else str(folder)
         size = f"{saver.staging.bytes / 2**20:,.1f} MiB of each rank"
         announce(f"snapshots every {cfg.run.snapshot_interval:,} steps, {size}, into {place}")

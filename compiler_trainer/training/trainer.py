@@ -27,11 +27,19 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.effects import effect_lines
 from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks
-from compiler_trainer.step.step import Step
+from compiler_trainer.step.step import Step, programs_of
 from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.anomalies import Lost, Replicas, Rollback
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
-from compiler_trainer.training.checkpoints import checkpoints_of, pass_over, save_snapshot, saving, send_rest, snapshots
+from compiler_trainer.training.checkpoints import (
+    checkpoints_of,
+    pass_over,
+    save_snapshot,
+    saving,
+    send_rest,
+    snapshots,
+    unchanged,
+)
 from compiler_trainer.training.evaluate import Patience, Samples, means, samples_left_out, validation_batches
 from compiler_trainer.training.failures import Peers, Watch
 from compiler_trainer.training.loggers import (
@@ -199,7 +207,7 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
     """Load the checkpoint that a run starts from; if it is damaged, fall back to the newest undamaged one before it."""
     while start.ckpt is not None:
         try:
-            averages.load(step, start.ckpt, trained.frozen)
+            averages.load(step, start.ckpt, unchanged(trained, programs_of(step.train).values()))
             return start
         except Damaged as damage:
             start = find_start(cfg, datasets, pass_over(cfg, start.ckpt.path, damage, start.damaged_paths))

@@ -8,10 +8,11 @@ import pytest
 import strangers
 import torch
 from commands import call
+from oracle import assert_same
 from short_runs import FakeStep, metrics, timeless
 
 import compiler_trainer as ct
-from compiler_trainer import api
+from compiler_trainer import api, checkpoint
 from compiler_trainer.config import schema
 from compiler_trainer.config.compose import compose, to_config
 from compiler_trainer.config.targets import GIVEN
@@ -175,3 +176,60 @@ def test_a_run_of_objects_resumes_by_its_script_alone(part, message, fake, tmp_p
 @pytest.mark.parametrize("path", ["/m/qwen(1)", "/m/größe", "Qwen/Qwen3-0.6B"])
 def test_any_path_of_a_model_is_taken_as_it_is(path):
     assert api.composed({"model": path}).model.path == path
+
+
+class Codebook(torch.nn.Module):
+    """Averages its inputs in a parameter without a gradient, which `forward` writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.still = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).requires_grad_(False)
+        self.center = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x):
+        h = self.still(self.mix(x))
+        with torch.no_grad():
+            self.center.lerp_(h.detach().mean(0), 0.5)
+        return h - self.center
+
+
+class Points(torch.utils.data.Dataset):
+    """64 points."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return {"x": torch.linspace(-1, i / 32, 4)}
+
+
+class Spoil(ct.Callback):
+    """Makes the average no number after step 3, once."""
+
+    steps = 0
+
+    def on_step(self, run, record):
+        self.steps += 1
+        if self.steps == 3:
+            run.step.state["model.center"].local[0].fill_(torch.nan)
+
+
+def away_from_one(model, batch):
+    return (model(batch["x"]) - 1).square().mean()
+
+
+def of_codebook(folder, *callbacks, **checkpoint):
+    """Return the state after a run whose checkpoints lack frozen parameters."""
+    torch.manual_seed(0)
+    options = {"train": {"steps": 6, "global_batch_size": 4, "nonfinite": "rollback"}, "eval": {"interval": None}}
+    options["checkpoint"] = {"interval": 2, "keep": 9, "frozen": False, **checkpoint}
+    job = trainer(folder, model=Codebook(), loss=away_from_one, data=Points(), callbacks=callbacks, **options)
+    job.train()
+    return job.state_dict()
+
+
+def test_checkpoints_without_frozen_parameters_have_those_that_the_model_writes(tmp_path):
+    whole, start = of_codebook(tmp_path / "whole"), tmp_path / "whole/checkpoints/step_00000002"
+    assert checkpoint.read_model(start).keys() == {"mix.weight", "mix.bias", "center"}
+    assert_same(of_codebook(tmp_path / "cut", resume=str(start)), whole, 0)
+    assert of_codebook(tmp_path / "spoiled", Spoil())["center"].isfinite().all()

@@ -75,7 +75,7 @@ class FakeStep:
     def balance(self):
         return {}
 
-    metrics, schedule, runtime, training = (), None, LockstepRanks(Mesh.of({})), ((), None)
+    metrics, schedule, runtime, train, training = (), None, LockstepRanks(Mesh.of({})), {}, ((), None)
 
     def measure(self, batch):
         assert sorted(batch) == ["documents", "labels", "positions", "tokens"]
