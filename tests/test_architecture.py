@@ -34,7 +34,7 @@ FLOORS = {
     ),
     "compiler_trainer": (
         ("config", "console", "page"),
-        ("indexers", "places", "recurrences", "request"),
+        ("indexers", "places", "recurrences", "request", "widths"),
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("checkpoint",),

@@ -4,7 +4,7 @@
     X.weight_scale    bfloat16 [out, 1]: one scale for each row
 
 Activations are quantized by the server, with one scale for each token (compressed-tensors' scheme FP8_DYNAMIC).
-Embeddings, norms, the head and routers stay in bfloat16.
+Embeddings, norms, the head and routers stay in bfloat16, and what transformers keeps in float32 is in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.skeleton import skeleton
+from compiler_trainer.models.transformers_private import conversion_of
 from compiler_trainer.models.weights import INDEX, files_of, stored_in
+from compiler_trainer.widths import DtypeOf, dtypes_in
 
 FLOAT8 = "float8"  # its name in --dtype
 TYPE, LARGEST = torch.float8_e4m3fn, 448.0
@@ -39,10 +41,12 @@ def to_float8(folder: Path) -> None:
             problem = "holds all experts of a layer, and compressed-tensors has one tensor for each"
             raise UserError("--dtype", f"float8: {name} {problem}; choose bfloat16")
     matrices = {name.removesuffix(".weight") for name, value in stored.items() if is_matrix(name, value.shape)}
-    linear = linear_modules(folder)
+    model = model_of(folder)
+    linear = linear_modules(model)
     quantized = {name for name in matrices if name in linear or EXPERT.fullmatch(name)}
+    dtype_of = dtypes_in_files(model)
     for file in files_of(folder):
-        rewrite(file, quantized)
+        rewrite(file, quantized, dtype_of)
     if (index := folder / INDEX).is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))
         files = listed["weight_map"]
@@ -60,18 +64,34 @@ def is_matrix(name: str, shape: Any) -> bool:
     return name.endswith(".weight") and len(shape) == 2
 
 
-def linear_modules(folder: Path) -> set[str]:
-    """Return the names of the linear layers of a folder's model, apart from the head and routers."""
+def model_of(folder: Path) -> Any:
+    """Return the skeleton of a folder's model."""
     transformers = library()
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = skeleton(lambda: transformers.AutoModelForCausalLM.from_config(config))
+    return skeleton(lambda: transformers.AutoModelForCausalLM.from_config(config))
+
+
+def dtypes_in_files(model: Any) -> DtypeOf:
+    """Return a function from name and value of a stored tensor to its dtype in bfloat16; buffers keep theirs."""
+    conversion, state = conversion_of(model), model.state_dict()
+    buffers, dtype_of = {name for name, _ in model.named_buffers()}, dtypes_in(model, torch.bfloat16)
+
+    def of_file(name: str, value: Tensor) -> torch.dtype:
+        target, _ = conversion.target(name, model, state)
+        return value.dtype if target in buffers else dtype_of(target, value)
+
+    return of_file
+
+
+def linear_modules(model: Any) -> set[str]:
+    """Return the names of a model's linear layers, apart from the head and routers."""
     head = model.get_output_embeddings()
     modules = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
     return {name for name in modules if not name.endswith(GATES)}
 
 
-def rewrite(file: Path, quantized: set[str]) -> None:
-    """Rewrite a safetensors file: the matrices of some modules in float8 with their scales, all else in bfloat16."""
+def rewrite(file: Path, quantized: set[str], dtype_of: DtypeOf) -> None:
+    """Rewrite a safetensors file: the matrices of some modules in float8 with their scales, all else in its dtype."""
     tensors: dict[str, Tensor] = {}
     with safe_open(file, "pt") as opened:
         for name in opened.keys():
@@ -79,7 +99,7 @@ def rewrite(file: Path, quantized: set[str]) -> None:
             if module in quantized:
                 tensors[name], tensors[f"{module}.weight_scale"] = in_float8(value)
             else:
-                tensors[name] = value.to(torch.bfloat16) if value.is_floating_point() else value
+                tensors[name] = value.to(dtype_of(name, value))
     partial = file.with_name(f"{file.name}.partial")
     save_file(tensors, partial, {"format": "pt"})
     partial.replace(file)

@@ -21,6 +21,7 @@ from compiler_trainer.models import folder
 from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.subject import Subject
+from compiler_trainer.widths import cast_parameters
 
 
 @dataclass(frozen=True)
@@ -227,13 +228,11 @@ def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
     if cached and isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, model)
     if cached:
-        for parameter in model.parameters():  # not buffers: rotary frequencies stay in float32
-            parameter.data = as_computed(cfg, parameter.data)
+        cast_parameters(model, computed_dtype(cfg))  # not buffers: rotary frequencies stay in float32
     return model.to(device).eval()
 
 
-def as_computed(cfg: Config, parameter: Tensor) -> Tensor:
-    """Return a parameter in the run's compute dtype, unless it is of integers."""
+def computed_dtype(cfg: Config) -> torch.dtype | None:
+    """Return the dtype in which a run computes; None for that of its parameters."""
     dtype = cfg.passes.cast.param_dtype
-    is_cast = dtype in ("float32", "bfloat16") and parameter.is_floating_point()
-    return parameter.to(getattr(torch, str(dtype))) if is_cast else parameter
+    return getattr(torch, str(dtype)) if dtype in ("float32", "bfloat16") else None

@@ -31,6 +31,7 @@ from compiler_trainer.models.transformers_private import further_layers, without
 from compiler_trainer.models.weights import INDEX, ONE_FILE, stored_in
 from compiler_trainer.runs.check_export import check_export_alone, config_of_run
 from compiler_trainer.runs.saved import trained_model
+from compiler_trainer.widths import DtypeOf, cast_parameters
 
 DTYPES: dict[str, torch.dtype | None] = {
     "float32": torch.float32,
@@ -138,24 +139,25 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
         model.config.max_position_embeddings = cfg.train.seq_len  # the model was not trained on longer ones
         end = tokenizer_of(cfg.data).end_of_document
         model.config.eos_token_id = model.generation_config.eos_token_id = end
-        save(model.to(dtype), out)
-        add_tensors(out, further_values(cfg.model, module, model), dtype)
+        dtype_of = cast_parameters(model, dtype)
+        save(model, out)
+        add_tensors(out, further_values(cfg.model, module, model), dtype_of)
         write_tokenizer(cfg, out)
         name_end(out, end)
         left_out = "" if cfg.model.mtp is None or has_form_of_further(cfg.model) else LEFT_OUT
         return f"{loaded_by_transformers(out, CLASSES['lm'])}{left_out}"
     shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
-    tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
-    save_file(tensors, out / ONE_FILE)
+    cast_parameters(module, dtype)
+    save_file({name: value.contiguous() for name, value in untied(module).items()}, out / ONE_FILE)
     return f"load it with model.load_state_dict(safetensors.torch.load_file({str(out / ONE_FILE)!r}))"
 
 
-def add_tensors(out: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+def add_tensors(out: Path, tensors: Mapping[str, Tensor], dtype_of: DtypeOf = lambda name, value: value.dtype) -> None:
     """Write further tensors into a folder that transformers wrote; in a folder with an index, as one more file."""
     index = out / INDEX
     if not tensors:
         return
-    tensors = {name: converted(value, dtype).contiguous() for name, value in tensors.items()}
+    tensors = {name: value.to(dtype_of(name, value)).contiguous() for name, value in tensors.items()}
     if index.is_file():
         save_file(tensors, out / FURTHER, {"format": "pt"})
         listed = json.loads(index.read_text(encoding="utf-8"))
@@ -184,8 +186,9 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
     if isinstance(cfg.loss, EmbedConfig) and (merge or not cfg.model.lora):
         write_pooling(cfg.loss, plain(module).config.hidden_size, cfg.train.seq_len, out)
     further = further_tensors(cfg.model, module, Path(local_path)) if merge or not cfg.model.lora else {}
-    save(module.to(dtype), out)
-    add_tensors(out, further, dtype)
+    dtype_of = cast_parameters(module, dtype)
+    save(module, out)
+    add_tensors(out, further, dtype_of)
     (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it from config.json
     for file in sorted(Path(local_path).rglob("*")):
         name = file.relative_to(local_path)
@@ -301,11 +304,6 @@ def untied(module: nn.Module) -> dict[str, Tensor]:
         state[name] = value.clone() if value.data_ptr() in pointers else value
         pointers.add(value.data_ptr())
     return state
-
-
-def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return floating-point values in another dtype."""
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def write_tokenizer(cfg: Config, out: Path) -> None:

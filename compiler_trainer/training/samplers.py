@@ -18,13 +18,14 @@ from compiler_trainer.config.schema import Config, FolderConfig, RolloutConfig
 from compiler_trainer.data.chat import Prompt
 from compiler_trainer.models.folder import plain
 from compiler_trainer.models.merge import merged, save
-from compiler_trainer.models.sampling import Drawn, Sampling, as_computed, group, in_use
+from compiler_trainer.models.sampling import Drawn, Sampling, computed_dtype, group, in_use
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, model_of
 from compiler_trainer.step.ranks import gather, host_group, place_in_job, rank, try_on_rank_0
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import on_rank_0
 from compiler_trainer.training.server import connect
+from compiler_trainer.widths import dtypes_in
 
 WEIGHTS = "rollout_weights"  # a folder in the run folder
 
@@ -82,11 +83,12 @@ def whole_model(cfg: Config, trained: Subject, step: Step) -> nn.Module:
     module = untaught(cfg, trained)
     names = [name for name in step.state if name.startswith(MODEL) and name not in trained.teacher]
     parameters = {f"{MODEL}{name}" for name, _ in module.named_parameters()}
+    dtype_of = dtypes_in(module, computed_dtype(cfg))
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name in names:  # each is cast at once, so that there is one full tensor of the master weights at a time
             full = step.whole(name)
-            yield name.removeprefix(MODEL), as_computed(cfg, full) if name in parameters else full
+            yield name.removeprefix(MODEL), full.to(dtype_of(name, full)) if name in parameters else full
 
     return plain(in_use(cfg, fill(module, values()), step.device))
 
