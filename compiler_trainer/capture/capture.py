@@ -32,6 +32,7 @@ from compiler_trainer.config.errors import UserError, first_line
 from compiler_trainer.indexers import indexers_of_fixed_shapes
 from compiler_trainer.recurrences import recurrences_as_operators
 from compiler_trainer.request import LossFn, Metrics
+from compiler_trainer.widths import dtypes_in
 from passes.ir import ir
 from passes.ir.folds import Fold, Folding
 from passes.ir.layer import Layer, layer_names, layer_of
@@ -82,7 +83,7 @@ class _WithLoss(nn.Module):
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model on `device` with fake parameters (of `dtype` if floating) and buffers; copy no real ones.
+    """Return the model on `device` with fake parameters (as in a model of `dtype`) and buffers; copy no real ones.
 
     Raises UserError naming a meta tensor that is neither parameter nor buffer.
     """
@@ -92,9 +93,10 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtyp
                 problem = "is on the meta device and neither parameter nor buffer, so that it has no value"
                 raise UserError(".".join(filter(None, (path, name))), f"{problem}; register it as a buffer")
     memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    dtype_of = dtypes_in(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
-        cast = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+        cast = dtype_of(name, tensor) if is_parameter else tensor.dtype
         with mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device=device)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
@@ -112,9 +114,9 @@ def capture(
     """Return the forward and loss for a batch of the given global shapes, as a functional ATen graph.
 
     Inputs are parameters (that require gradients), buffers (all other state of the model), constants and the batch.
-    Outputs are the loss, its metrics and the new values of buffers that the forward changes. Parameters are used in
-    `dtype` (None: their own). With `folding`, some of many equal layers are left out. Raises UserError naming the batch
-    entry, or the code that `torch.export` could not follow.
+    Outputs are the loss, its metrics and the new values of buffers that the forward changes. Parameters are used as in
+    a model of `dtype` (None: their own). With `folding`, some of many equal layers are left out. Raises UserError
+    naming the batch entry, or the code that `torch.export` could not follow.
     """
     for key, value in batch.items():
         if not isinstance(value, Tensor):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from compiler_trainer.widths import dtypes_in
+
 M = TypeVar("M", bound=nn.Module)
 DRAWS = {
     Tensor.normal_,
@@ -54,7 +56,7 @@ def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
 
 
 def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
-    """Return the result of `build`, with its parameters on the meta device, floating ones of `dtype` (None: their own).
+    """Return the result of `build`, with its parameters on the meta device, as a model of `dtype` has them.
 
     Tied parameters stay tied. Buffers keep the values they are computed with; if that takes a `torch.empty`, the module
     is also built in memory.
@@ -66,10 +68,11 @@ def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
             for name, buffer in real.named_buffers(recurse=False):
                 setattr(owner, name, buffer)
     parameters: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
+    dtype_of = dtypes_in(module, dtype)
+    for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in parameters:
-                kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                kind = dtype_of(f"{path}.{name}", parameter)
                 empty = torch.empty_strided(parameter.shape, parameter.stride(), device="meta", dtype=kind)
                 parameters[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             setattr(owner, name, parameters[id(parameter)])

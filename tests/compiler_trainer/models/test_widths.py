@@ -8,13 +8,15 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from compiler_trainer.config.schema import Config, FolderConfig
+from compiler_trainer.capture.capture import capture
+from compiler_trainer.config.schema import Config, FolderConfig, TrainConfig
 from compiler_trainer.models.float8 import to_float8
 from compiler_trainer.models.shrunk import shrunk
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import subject
 from compiler_trainer.models.weights import stored_in
 from compiler_trainer.runs.export import write_folder
+from passes.ir import ir
 
 GATE = "model.layers.1.mlp.gate"
 WIDE = {  # model type -> names of tensors in float32
@@ -64,3 +66,17 @@ def test_exports_are_those_of_transformers(published, kind, tmp_path):
     tensors, exact = load_file(tmp_path / "narrow/model.safetensors"), load_file(path / "model.safetensors")
     assert {name for name, value in tensors.items() if value.dtype == torch.float32} == WIDE[kind]
     assert all(torch.equal(tensors[name], exact[name]) for name in WIDE[kind])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_folders_and_graphs_have_the_parameters_of_transformers(published, dtype):
+    path = published("ernie4_5_moe")
+    trained = subject(Config(model=FolderConfig(str(path)), train=TrainConfig(dtype=dtype)))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    assert {name: p.dtype for name, p in trained.module.named_parameters()} == {name: p.dtype for name, p in theirs.named_parameters()}
+    tokens = torch.arange(24).view(2, 12)
+    batch = {"tokens": tokens, "labels": tokens, "positions": tokens % 12, "documents": tokens // 12}
+    program, _ = capture(trained.module, trained.loss, batch, torch.device("cpu"), torch.bfloat16)
+    used = {i.name: ir.example(node).dtype for i, node in zip(program.inputs, program.placeholders()) if i.kind in ir.WEIGHTS}
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    assert used == {name: p.dtype for name, p in expected.named_parameters() if name in used} and used[f"{GATE}.weight"] == torch.float32
