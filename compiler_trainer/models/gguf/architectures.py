@@ -104,14 +104,15 @@ def is_read(model_type: str) -> bool:
 
 def beyond(config: Config, architecture: Architecture) -> Iterator[str]:
     """Yield the options of a config, as name=value, with which llama.cpp would compute something else."""
-    rope = full_rope(config)
-    kind = rope.get("rope_type", "default")
-    if kind not in architecture.rope_types:
-        yield f"rope_type={kind}"
-    else:
-        yield from (f"{name}={rope[name]}" for name in sorted(rope.keys() - ROPE - ROPE_OPTIONS[kind]))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 and architecture.name != "phi3":
-        yield f"partial_rotary_factor={rope['partial_rotary_factor']}"
+    by_layers = config["rope_parameters"]
+    for rope in by_layers.values() if "full_attention" in by_layers else [by_layers]:
+        kind, is_full = rope.get("rope_type", "default"), rope is full_rope(config)
+        if kind not in (architecture.rope_types if is_full else ("default",)):  # windows are never stretched
+            yield f"rope_type={kind}"
+        else:
+            yield from (f"{name}={rope[name]}" for name in sorted(rope.keys() - ROPE - ROPE_OPTIONS[kind]))
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and architecture.name != "phi3":
+            yield f"partial_rotary_factor={rope['partial_rotary_factor']}"
     yield from (
         f"{name}={config[name]}" for name, value in architecture.fixed.items() if config.get(name, value) != value
     )

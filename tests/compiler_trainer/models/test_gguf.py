@@ -213,6 +213,8 @@ def test_options_have_llama_cpps_names(kind, wanted, saved, tmp_path):
 @pytest.mark.parametrize(("kind", "changes", "problem"), [
     ("gemma2", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "layer_types=full_attention,"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                                         "sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}}, "rope_type=linear"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
