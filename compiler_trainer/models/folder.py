@@ -49,6 +49,7 @@ FURTHER = "mtp"  # the attribute of a model that holds its layers of multi-token
 MAGNITUDE = ".lora_magnitude_vector."  # in the name of a length that DoRA trains
 # how peft renames what it adapts, and a head that it trains whole
 ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_module|\.modules_to_save\.default)\.")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a name
 SEEING = "AutoModelForImageTextToText"  # the class of a vision-language model
 CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}  # by head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}  # peft's names
@@ -405,18 +406,35 @@ def converted_by(
     """Return tensors by the names that a conversion gives them."""
     by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
     values: dict[str, Stored] = {}
-    parts: dict[str, dict[str, list[Stored]]] = {}
+    parts: dict[str, dict[str, list[str]]] = {}
     for name in in_order(stored):
         target, pattern = conversion.target(name, model, expected)
         if pattern is None:
             values[target] = stored[name]
         else:
-            parts.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
+            parts.setdefault(target, {}).setdefault(pattern, []).append(name)
     for target, by_source in parts.items():
         converter = by_pattern[next(iter(by_source))]
-        ordered = {p: by_source[p] for p in converter.source_patterns if p in by_source}
+        if lacking := lacking_parts(converter.source_patterns, by_source):
+            problem = f"is made of several tensors, of which the folder lacks {', '.join(lacking[:SHOWN])}"
+            raise UserError(target, f"{problem}; take its files from their source again")
+        ordered = {p: [stored[name] for name in by_source[p]] for p in converter.source_patterns}
         values |= converted(converter, target, ordered, model, expected)
     return values
+
+
+def lacking_parts(patterns: Iterable[str], names: Mapping[str, list[str]]) -> list[str]:
+    """Return the names that a folder lacks of tensors to join, such as one matrix of one expert.
+
+    `names` has those that are there, by pattern; each pattern must have one for the same numbers as the others.
+    """
+    by_pattern = {pattern: {tuple(NUMBER.findall(name)): name for name in group} for pattern, group in names.items()}
+    needed = {numbers for group in by_pattern.values() for numbers in group}
+    lacking = [pattern for pattern in patterns if pattern not in names]
+    for group in by_pattern.values():
+        form = NUMBER.sub("{}", next(iter(group.values())))
+        lacking += [form.format(*numbers) for numbers in sorted(needed - group.keys())]
+    return lacking
 
 
 def converted(

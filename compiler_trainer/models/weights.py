@@ -49,7 +49,8 @@ class Stacked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
+        (shape,) = of_one_shape(tuple(part.shape) for part in self.parts)
+        return (len(self.parts), *shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,8 +70,9 @@ class Joined:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = tuple(self.parts[0].shape)
-        return (*first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :])
+        shapes = [tuple(part.shape) for part in self.parts]
+        (around,) = of_one_shape((*shape[: self.dim], *shape[self.dim + 1 :]) for shape in shapes)
+        return (*around[: self.dim], sum(shape[self.dim] for shape in shapes), *around[self.dim :])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,6 +89,15 @@ class Joined:
                 slices.append(part[(*index[: self.dim], slice(low, high), *index[self.dim + 1 :])])
             begin += size
         return torch.cat(slices, self.dim)
+
+
+def of_one_shape(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the only shape of tensors that are joined; raise UserError if they have several."""
+    different = list(dict.fromkeys(shapes))
+    if len(different) > 1:
+        text = " and ".join(str(list(shape)) for shape in different[:2])
+        raise UserError("model.path", f"has tensors of shapes {text}, which do not join; its config.json does not fit")
+    return different
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,27 @@ def test_a_config_of_no_language_model_is_refused(broken):
     assert "and transformers has no causal language model of" in refused(broken)
 
 
+@pytest.mark.parametrize(("lacking", "says"), [
+    (["experts.1.w3.weight"], "lacks model.layers.1.block_sparse_moe.experts.1.w3.weight;"),
+    (["experts.2.w1.weight", "experts.0.w3.weight"],
+     "lacks model.layers.1.block_sparse_moe.experts.2.w1.weight, model.layers.1.block_sparse_moe.experts.0.w3.weight;"),
+    (["w3.weight"], r"lacks .experts.*.w3.weight;"),
+])
+def test_matrices_of_experts_that_are_missing_are_refused_by_name(tmp_path, lacking, says):
+    broken = shutil.copytree(folders.folder("mixtral"), tmp_path / "folder")
+    for file in broken.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t for n, t in tensors.items() if "layers.1." not in n or not n.endswith(tuple(lacking))}, file)
+    assert says in refused(broken) and refused(broken).startswith("model.layers.1.mlp.experts.gate_up_proj: is made of several")
+
+
+def test_matrices_of_experts_of_another_shape_are_refused(tmp_path):
+    broken = shutil.copytree(folders.folder("mixtral"), tmp_path / "folder")
+    for file in broken.glob("*.safetensors"):
+        save_file({n: t[:, :-1].contiguous() if "w3" in n else t for n, t in load_file(file).items()}, file)
+    assert refused(broken).startswith("model.path: has tensors of shapes [3, 24] and [3, 23], which do not join")
+
+
 def test_a_missing_file_is_refused(broken):
     file = sorted(broken.glob("*.safetensors"))[1]
     file.unlink()
