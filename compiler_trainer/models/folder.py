@@ -49,6 +49,7 @@ FURTHER = "mtp"  # the attribute of a model that holds its layers of multi-token
 MAGNITUDE = ".lora_magnitude_vector."  # in the name of a length that DoRA trains
 # how peft renames what it adapts, and a head that it trains whole
 ADAPTED, INNER = "base_model.model.", re.compile(r"((\.base_layer)+|\.original_module|\.modules_to_save\.default)\.")
+ADAPTER = "adapter_config.json"  # peft's, which transformers also reads in the folder of a model
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a name
 SEEING = "AutoModelForImageTextToText"  # the class of a vision-language model
 CLASSES = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification", "none": "AutoModel"}  # by head
@@ -72,6 +73,9 @@ def config_of(cfg: FolderConfig, sees: bool = False) -> Any:
     transformers = library()
     if not Path(cfg.path, "config.json").is_file():
         raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
+    if cfg.init == "weights" and Path(cfg.path, ADAPTER).is_file():
+        problem = f"{cfg.path} holds an adapter ({ADAPTER}) beside its weights, which would be left out"
+        raise UserError("model.path", f"{problem}; merge it into them, or remove its files")
     try:
         config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
     except Exception as error:  # any kind: the file is at fault

@@ -274,6 +274,12 @@ def test_a_config_of_no_language_model_is_refused(broken):
     assert "and transformers has no causal language model of" in refused(broken)
 
 
+def test_an_adapter_beside_the_weights_is_refused(broken):
+    (broken / "adapter_config.json").write_text("{}")
+    assert "holds an adapter (adapter_config.json) beside its weights, which would be left out; merge it" in refused(broken)
+    assert models_of_folders.build(FolderConfig(str(broken), init="random"), None) is not None
+
+
 @pytest.mark.parametrize(("lacking", "says"), [
     (["experts.1.w3.weight"], "lacks model.layers.1.block_sparse_moe.experts.1.w3.weight;"),
     (["experts.2.w1.weight", "experts.0.w3.weight"],
