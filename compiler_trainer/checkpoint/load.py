@@ -177,15 +177,16 @@ def kinds(state: Placed) -> dict[str, FullTensor]:
 
 def check_tensors(ours: Mapping[str, FullTensor], theirs: Mapping[str, FullTensor], path: Path) -> None:
     """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
+    names = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
     differences = [
-        f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
+        f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here" for name in names[:SHOWN]
     ]
-    if differences:
-        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    if names:
+        more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         fix = "; keep model.*, optim.name, train.dtype and train.ema as they were"
-        raise UserError(str(path), f"has other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
+        if any(f"{name}.scale" in names for name in names):  # blocks of moments in 8 bits
+            fix += "; which moments have 8 bits depends on rows of a rank: keep mesh and optim.block, too"
+        raise UserError(str(path), f"has other tensors: {'; '.join(differences)}{more}{fix}")
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:

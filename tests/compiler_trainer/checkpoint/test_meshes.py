@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from stored_state import FULL, LAYOUTS, WHOLE, FakeStep, assert_same, bits, blan
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import pieces
+from compiler_trainer.checkpoint.index import FullTensor
+from compiler_trainer.checkpoint.load import check_tensors
 from compiler_trainer.config.errors import UserError
 from passes.ir.mesh import Mesh
 from passes.ir.spec import Spec, boxes
@@ -194,3 +197,12 @@ def test_shards_own_what_they_should():
     mesh, specs = LAYOUTS["three"]
     assert [len(boxes(specs["model.fused"], mesh, place)) for place in mesh] == [3, 3, 3]
     assert specs["model.matrix"].padded(mesh)
+
+
+def test_moments_with_other_widths_are_refused_with_the_options_that_decide_on_them():
+    wide, narrow = (FullTensor(dtype, (64, 512)) for dtype in ("float32", "uint8"))
+    scale = FullTensor("float32", (64, 2))
+    with pytest.raises(UserError, match="^here: has other tensors: optim.m.w is .*; keep model.*; which moments have 8 bits .* keep mesh and optim.block"):
+        check_tensors({"optim.m.w": wide}, {"optim.m.w": narrow, "optim.m.w.scale": scale}, Path("here"))
+    with pytest.raises(UserError, match="train.ema as they were$"):
+        check_tensors({"optim.m.w": wide}, {}, Path("here"))
