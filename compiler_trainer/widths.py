@@ -19,7 +19,8 @@ def dtypes_in(model: nn.Module, dtype: torch.dtype | None) -> DtypeOf:
 
     Integers keep theirs. A weight that peft wraps has the dtype that it would have alone.
     """
-    plans = [part._get_dtype_plan(dtype) for part in model.modules() if hasattr(part, "_get_dtype_plan")]
+    readers = (getattr(part, "_get_dtype_plan", None) for part in model.modules())
+    plans = [reader(dtype) for reader in readers if callable(reader)]
     patterns = {pattern.replace("*", ".*") for plan in plans for pattern in plan}
 
     def dtype_of(name: str, value: Tensor) -> torch.dtype:

@@ -1,11 +1,11 @@
-"""What a program does with the samples of a batch: which values add up over them, and which mix them.
+"""Values of a program that add up over the samples of a batch, and those that mix samples.
 
     losses[B, T], sum                     a sum over samples: those of microbatches add up to that of the full batch
     x[B, D], mean over B, square          mixed: the square of a sum over all samples is no sum over samples
     x[B, D] @ y[B, D] transposed          mixed: each sample meets all others
 
-It is asked of the rules of sharding, with samples on a mesh axis of their own: values that add up are partial sums, and
-what mixes samples reads a complete sum, or a gathered value. Reading samples in another order (look-ups, sorting of
+The rules of sharding tell them, with samples on a mesh axis of their own: values that add up are partial sums, and an
+operator that mixes samples reads a complete sum, or a gathered value. Reading samples in another order (look-ups, sorting of
 tokens by expert) mixes nothing, nor do integers.
 """
 
@@ -60,7 +60,7 @@ class Samples:
             return ir.example(node).shape
         return [f.size // (self.rows if AXIS in f.axes else 1) for dim in spec.dims for f in dim]
 
-    def uses(self, decision: Decision, node: fx.Node) -> bool:
+    def mixes(self, decision: Decision, node: fx.Node) -> bool:
         """Return True if an operator mixes samples: it needs a complete sum, or a gathered value."""
         assert self.plan is not None
         for operand, needed in zip(tensor_operands(node), decision.operands, strict=True):
@@ -75,7 +75,7 @@ class Samples:
 
 
 def samples_of(program: ir.Program, ctx: ir.Context) -> Samples:
-    """Return what a captured program of a microbatch does with its samples."""
+    """Return how the values of a captured program depend on the samples of its microbatch."""
     inputs = list(zip(program.placeholders(), program.inputs))
     batch = [node for node, item in inputs if item.kind == "batch"]
     rows = min((ir.example(node).shape[0] for node in batch if ir.example(node).dim()), default=1)
@@ -90,7 +90,7 @@ def samples_of(program: ir.Program, ctx: ir.Context) -> Samples:
     samples.plan = propagate(replace(program, mesh=Mesh.of({AXIS: rows}), inputs=tuple(placed)), False, ctx)
     for node in program.calls():
         decision = samples.plan.decisions.get(node)
-        if not samples.mixed.isdisjoint(node.all_input_nodes) or decision and samples.uses(decision, node):
+        if not samples.mixed.isdisjoint(node.all_input_nodes) or decision and samples.mixes(decision, node):
             samples.mixed.add(node)
     return samples
 
