@@ -30,8 +30,6 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
-from rich.markdown import Markdown
 
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.config.compose import compose, to_config
@@ -79,7 +77,7 @@ def main() -> None:
         check(args)
         results = measure(args)
         text = report(results, args)
-        Console().print(Markdown(text))
+        print(text)
         if args.out:
             save(args.out, results, text)
         if args.write:
