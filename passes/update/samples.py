@@ -5,8 +5,8 @@
     x[B, D] @ y[B, D] transposed          mixed: each sample meets all others
 
 The rules of sharding tell them, with samples on a mesh axis of their own: values that add up are partial sums, and an
-operator that mixes samples reads a complete sum, or a gathered value. Reading samples in another order (look-ups, sorting of
-tokens by expert) mixes nothing, nor do integers.
+operator that mixes samples reads a complete sum, or a gathered value. Reading samples in another order (look-ups,
+sorting of tokens by expert) mixes nothing, nor do integers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from passes.ir import ir
 from passes.ir.mesh import Mesh
 from passes.ir.operators import name_of
 from passes.ir.spec import Factor, Spec
-from passes.rules import tensor_operands
+from passes.rules import has_rule, tensor_operands
 from passes.rules.indexing import RULES as LOOKUPS
 from passes.sharding.propagate import Decision, Plan, propagate
 
@@ -32,17 +32,19 @@ REORDERS = frozenset(LOOKUPS) | {"sort", "topk"}
 class Samples:
     """The values of a program that depend on its batch, those that mix samples, and the placements of all.
 
-    A microbatch of a single sample has no placements: all of its sums count as sums over samples.
+    A microbatch of a single sample has no placements: all of its sums count as sums over samples. So do those of
+    `unknown` values, which depend on an operator, or a custom function, without rules.
     """
 
     rows: int
     plan: Plan | None = None
     of_batch: set[fx.Node] = field(default_factory=set)
     mixed: set[fx.Node] = field(default_factory=set)
+    unknown: set[fx.Node] = field(default_factory=set)
 
     def add_up(self, node: fx.Node) -> bool:
         """Return True if the values of microbatches add up to that of the full batch."""
-        if self.plan is None:
+        if self.plan is None or node in self.unknown:
             return node in self.of_batch
         return node not in self.mixed and (AXIS, "sum") in self.plan.produced[node].partial
 
@@ -90,9 +92,17 @@ def samples_of(program: ir.Program, ctx: ir.Context) -> Samples:
     samples.plan = propagate(replace(program, mesh=Mesh.of({AXIS: rows}), inputs=tuple(placed)), False, ctx)
     for node in program.calls():
         decision = samples.plan.decisions.get(node)
+        is_gathered = decision is not None and not has_rule(node) and not any(map(of_samples, decision.results))
+        if is_gathered and node in samples.of_batch or not samples.unknown.isdisjoint(node.all_input_nodes):
+            samples.unknown.add(node)
         if not samples.mixed.isdisjoint(node.all_input_nodes) or decision and samples.mixes(decision, node):
             samples.mixed.add(node)
     return samples
+
+
+def of_samples(spec: Spec) -> bool:
+    """Return True if a value has samples of its own, or a term of a sum over them."""
+    return AXIS in (*spec.sharded, *spec.partial_axes)
 
 
 def place(spec: Spec, rows: int) -> Spec:

@@ -200,6 +200,28 @@ def test_what_is_no_sum_over_samples_is_the_mean_over_microbatches_which_is_said
     assert "test_token_mean.py:" in remark and f"each of train.microbatches={microbatches} computes them" in remark
 
 
+@torch.library.custom_op("token_mean::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+def test_an_operator_without_a_rule_is_taken_to_mix_no_samples():
+    def loss(model, batch):
+        total, mask = summed(lambda *inputs: doubled(model(*inputs)), batch)
+        return total / mask.sum()
+
+    batch, model = uneven(first=1)[0], llama()
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, PLAIN, microbatches=4)
+    assert step(batch)["loss"] == pytest.approx(loss(llama(), batch).item(), rel=SAME)
+    assert report_of(step)["counts"] == {"means": 1} and not step.report["remarks"]
+    step = compile_lockstep(model, lambda model, batch: doubled(model(batch["tokens"], batch["positions"])).mean(), batch, {}, PLAIN, microbatches=4)
+    assert "no sums over samples" not in str(step.report["remarks"])
+
+
 def with_metrics(model, batch):
     """Return a mean over labels, the same as a metric, its perplexity, and a mean over odd labels."""
     loss, (odd, few) = llama_loss(model, batch), summed(model, batch, lambda labels: labels % 2 == 1)
