@@ -76,11 +76,11 @@ def embedding_loss(
     query, *passages = (embedding(hidden, batch, cfg.pooling, document) for document in range(1 + len(names)))
     known = torch.cat([has_document(batch, document) for document in range(1, 1 + len(names))])
     is_negative = known & (batch["positive"].unsqueeze(1) != torch.cat([batch[name] for name in names]))
-    own, columns = (torch.arange(len(values), device=query.device) for values in (query, known))
-    counts = is_negative | (own.unsqueeze(1) == columns)
+    queries, columns = (torch.arange(len(values), device=query.device) for values in (query, known))
+    counts = is_negative | (queries.unsqueeze(1) == columns)
     similarities = torch.where(counts, query @ torch.cat(passages).T / cfg.temperature, -torch.inf)
-    losses = F.cross_entropy(similarities, own, reduction="none")
-    return mean(losses, pairs), {"accuracy": mean((similarities.argmax(1) == own).to(losses.dtype), pairs)}
+    losses = F.cross_entropy(similarities, queries, reduction="none")
+    return mean(losses, pairs), {"accuracy": mean((similarities.argmax(1) == queries).to(losses.dtype), pairs)}
 
 
 def embedding(hidden: Tensor, batch: Mapping[str, Tensor], pooling: str, document: int) -> Tensor:

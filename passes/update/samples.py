@@ -11,7 +11,7 @@ sorting of tokens by expert) mixes nothing, nor do integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,9 +19,10 @@ from torch import fx
 from passes.ir import ir
 from passes.ir.mesh import Mesh
 from passes.ir.operators import name_of
-from passes.ir.spec import Factor, Spec
+from passes.ir.spec import Spec
 from passes.rules import has_rule, tensor_operands
 from passes.rules.indexing import RULES as LOOKUPS
+from passes.sharding.place import place_batch
 from passes.sharding.propagate import Decision, Plan, propagate
 
 AXIS = "dp_replicate"  # of the samples
@@ -67,7 +68,8 @@ class Samples:
         assert self.plan is not None
         for operand, needed in zip(tensor_operands(node), decision.operands, strict=True):
             spec = self.plan.produced[operand]
-            if operand not in self.of_batch or not ir.example(operand).dtype.is_floating_point:
+            dtype = ir.example(operand).dtype
+            if operand not in self.of_batch or not (dtype.is_floating_point or dtype.is_complex):
                 continue
             is_completed = bool(spec.partial and not needed.partial)
             is_gathered = bool(spec.sharded and not needed.sharded) and name_of(node) not in REORDERS
@@ -87,9 +89,10 @@ def samples_of(program: ir.Program, ctx: ir.Context) -> Samples:
             samples.of_batch.add(node)
     if rows == 1:
         return samples
-    specs = [place(item.spec, rows) if item.kind == "batch" else item.spec for _, item in inputs]
-    placed = [replace(item, spec=spec) for (_, item), spec in zip(inputs, specs)]
-    samples.plan = propagate(replace(program, mesh=Mesh.of({AXIS: rows}), inputs=tuple(placed)), False, ctx)
+    mesh = Mesh.of({AXIS: rows})
+    specs = [place_batch(item.spec.shape, mesh) if item.kind == "batch" else item.spec for _, item in inputs]
+    placed = tuple(replace(item, spec=spec) for (_, item), spec in zip(inputs, specs))
+    samples.plan = propagate(replace(program, mesh=mesh, inputs=placed), False, ctx)
     for node in program.calls():
         decision = samples.plan.decisions.get(node)
         is_gathered = decision is not None and not has_rule(node) and not any(map(of_samples, decision.results))
@@ -103,11 +106,3 @@ def samples_of(program: ir.Program, ctx: ir.Context) -> Samples:
 def of_samples(spec: Spec) -> bool:
     """Return True if a value has samples of its own, or a term of a sum over them."""
     return AXIS in (*spec.sharded, *spec.partial_axes)
-
-
-def place(spec: Spec, rows: int) -> Spec:
-    """Place the first dim of a batch's entry over the samples, of which each may have several rows."""
-    if not spec.shape or spec.shape[0] % rows:
-        return spec
-    parts: Sequence[Factor] = (Factor(rows, (AXIS,)), Factor(spec.shape[0] // rows))
-    return replace(spec, dims=(tuple(f for f in parts if f.size > 1), *spec.dims[1:]))
